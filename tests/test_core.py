@@ -5,13 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import astuple
 
-import torch
 from helpers import GOLDEN, ROOT
-from helpers.decoding import shape_of
-from safetensors import safe_open
-
-from tree import depth_and_ancestors
+from helpers.decoding import Trace
 
 # What one EAGLE request in PyTorch imports, and nothing else. Numbers may only fall.
 CORE = (
@@ -37,7 +34,7 @@ for checkpoint, method, tree, prompt, count in json.loads(sys.argv[1]):
         if event.draft:
             steps.append([list(known), event.draft.tokens, event.draft.parent])
         known += event.ids
-    found.append([known, steps])
+    found.append(steps)
 print(json.dumps(found))
 """
 
@@ -67,27 +64,16 @@ def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
     for name in CORE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    traces, jobs = [], []
-    for path in sorted(GOLDEN.glob("eagle?.*.safetensors")):
-        with safe_open(path, "pt") as f:
-            trace = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
-        prompt, output = (trace[name].flatten().tolist() for name in ("prompt", "output_ids"))
-        shape, method = shape_of(path), "eagle2" if path.name.startswith("eagle1") else "eagle3"
-        tree = f"{shape.nodes},{shape.depth},{shape.width}"
-        jobs.append([str(golden), method, tree, prompt, len(output) - len(prompt) + 9])
-        traces.append(trace)
-    assert len(jobs) == 7
+    traces = {path: Trace(path) for path in sorted(GOLDEN.glob("eagle?.*.safetensors"))}
+    assert len(traces) == 7
+    jobs = [
+        [str(golden), "eagle2" if path.name.startswith("eagle1") else "eagle3",
+         ",".join(map(str, astuple(trace.shape))), trace.prompt, trace.tokens]
+        for path, trace in traces.items()
+    ]
     found = json.loads(run_alone(tmp_path, "-c", REPLAY, json.dumps(jobs)))
-    for trace, (known, steps) in zip(traces, found):
-        for n in range(len({key.split(".")[0] for key in trace if "." in key})):
-            before, tokens, parent = steps[n]
-            parent = torch.tensor([parent])
-            assert before == trace[f"{n:03d}.input_ids"].flatten().tolist()
-            assert tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
-            ancestors = depth_and_ancestors(parent, parent.shape[1])[1][0]
-            assert torch.equal(ancestors, trace[f"{n:03d}.tree_mask"].bool())
-        output = trace["output_ids"].flatten().tolist()
-        assert known[: len(output)] == output
+    for trace, steps in zip(traces.values(), found):
+        trace.check(steps)
     command = "generate.py", "--checkpoint", golden, "--speculate", "eagle3", "--device", "cpu"
     flags = "--no-compile", "--dtype", "fp32", "--prompt", "Hello", "--max-new-tokens", "8"
     assert run_alone(tmp_path, *command, *flags)

@@ -58,6 +58,7 @@ MISTAKES = (
     ("generate", "--max-seq-len 8 --prompt sixteen_letters_",  # the weights are missing
      "at most 8 tokens: shorten it or raise --max-seq-len (at most 1,024)"),
     ("generate", "-m GOLDEN --prompt-ids 1,320", "prompt 2 holds token id 320, the vocabulary is 0..319"),
+    ("generate", "-m GOLDEN --logit-bias 320=1", "logit_bias holds token id 320, the vocabulary is 0..319"),
     ("quantize", "--mode int4 --calibrate TEXT --text ./TEXT", "name two files"),
     ("serve", "--api-key ", "--api-key: is empty; give a key"),
     ("serve", "--cors localhost:3000", "--cors localhost:3000: an origin is *, or such as https://host or"),

@@ -5,6 +5,7 @@ import json
 import batches
 import bench
 import hugging_face
+import models
 import pytest
 import torch
 
@@ -124,3 +125,16 @@ def test_record(place):
     assert plain["ids"] == drafted["ids"] and not any(by_head for *_, by_head in plain["pieces"])
     assert ", identical output" in (place / "record.svg").read_text()
 
+
+# -- real models, where `benchmarks/models.py fetch` has put them --------------------------------------------
+
+
+@pytest.mark.network
+@pytest.mark.expensive
+@pytest.mark.parametrize("name", models.MODELS)
+def test_tokens_and_greedy_text_are_those_of_transformers(name):
+    pytest.importorskip("accelerate")
+    file = models.CACHE / f"{name}.gguf"
+    if not file.exists():
+        pytest.skip(f"benchmarks/models.py fetch {name}")
+    assert models.check(file) == 0

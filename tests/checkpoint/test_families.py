@@ -3,16 +3,36 @@
 Logits agree to 1e-4 relative, and 32 greedy tokens are equal, with plain and with speculative decoding. One
 of the prompts is longer than the windows of families that have one.
 """
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import LLAMA3, TARGETS, VARIANTS, WINDOW, WINDOWS, V, make_target, top_tokens
-from helpers.heads import make_head, write_head
+from helpers.decoding import alone, check_texts, decode, ids, requests
+from helpers.families import (
+    HYBRIDS,
+    LLAMA3,
+    TARGETS,
+    VARIANTS,
+    WIDE,
+    WINDOW,
+    WINDOWS,
+    H,
+    V,
+    converted,
+    make_target,
+    top_tokens,
+)
+from helpers.heads import add_heads
+from safetensors.torch import load_file
 
-from checkpoint.convert import convert, family_of
-from checkpoint.load import load_head, load_model
+from checkpoint.convert import family_of
+from checkpoint.load import load_head, load_model, read_config
+from checkpoint.sharded import shards_of
 from checkpoint.source import Source
+from common.errors import InputError
+from drafters.draft_model import DraftModel
+from drafters.lookahead import Lookahead
 from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.drafting import Drafting
@@ -20,7 +40,11 @@ from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import load_target
+from families.hybrid import RING
 from kernels.choose import choose_backend
+from kernels.packed import CpuCaches, Int8Caches
+from kernels.quantized import LM_HEAD_MODES
+from quantize import main as quantize
 from tree import TreeShape
 
 
@@ -28,14 +52,13 @@ def engines_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     """Engines of a converted target by drafter. of_head: changes of the heads' configs."""
     options = {"compile": False, "max_seq_len": 120, "batch": 3}
     engines = {"plain": Engine(target, **options), "lookup": Engine(target, NGram(), **options)}
-    width = target.args.hidden_size
-    for kind in ("eagle", "eagle3"):
-        state, config = make_head(kind, hidden=width, target=width, **of_head)
-        head_folder = convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True)
-        head = load_head(head_folder, target, kind)
-        if target.backend:
-            target.backend.prepare(head)
-        engines[kind] = Engine(target, HeadDrafter(head, TreeShape(12, 2, 4)), **options)
+    add_heads(tmp_path, folder, target.args.hidden_size, **of_head)
+    for kind in ("eagle", "eagle3", *["mtp"] * target.is_recurrent):
+        if (folder / kind).is_dir():
+            head = load_head(folder / kind, target, kind)
+            if target.backend:
+                target.backend.prepare(head)
+            engines[kind] = Engine(target, HeadDrafter(head, TreeShape(12, 3, 4)), **options)
     return engines
 
 
@@ -55,23 +78,29 @@ IN_PYTORCH = [  # one of each kind of windows; the others differ in what the ker
 @pytest.mark.slow
 @pytest.mark.parametrize("name, kernels", [
     *IN_PYTORCH,
-    *(pytest.param(name, True, marks=pytest.mark.kernels) for name in TARGETS if name in ON_KERNELS)])
+    *(pytest.param(name, True, marks=pytest.mark.kernels) for name in TARGETS if name in ON_KERNELS),
+    *(pytest.param(name, True, marks=pytest.mark.kernels) for name in HYBRIDS)])
 def test_target(tmp_path, name, kernels):
-    """Drafted text of a seed is the plain one. On the kernels heads have windows, too."""
-    reference = make_target(tmp_path / "in", name)
-    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    """Drafted text of a seed is the plain one. On the kernels heads have windows, too; a hybrid's logits are
+    those of PyTorch, its texts those of the kernels.
+    """
+    reference, folder = converted(tmp_path, name, mtp=name in HYBRIDS)
     target, config = load_model(folder)
     assert any(config.get("windows", ())) == (name in WINDOWED)
-    if kernels:
+    if kernels and name not in HYBRIDS:
         assert choose_backend("cpu").prepare(target) and target.layers[0].window in (0, WINDOW)
     tokens = torch.randint(0, V, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
         logits = target.logits(target.causal(tokens)[0])
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
-    assert error < 1e-4, f"the largest error is {error:.1e} of the largest logit"
-    g = torch.Generator().manual_seed(5)
-    short, long = (torch.randint(0, V, (n,), generator=g).tolist() for n in (3, WINDOW + 7))
+    limit = 5e-4 if name in HYBRIDS else 1e-4
+    assert error < limit, f"the largest error is {error:.1e} of the largest logit"
+    if name in HYBRIDS:
+        assert target.args.delta_layers == (1, 1, 1, 0) * 2
+        assert choose_backend("cpu").prepare(target) and target.runs_on_backend
+    g, longest = torch.Generator().manual_seed(5), 71 if name in HYBRIDS else WINDOW + 7
+    short, long = (torch.randint(0, V, (n,), generator=g).tolist() for n in (3, longest))
     engines = engines_of(tmp_path, folder, target, **{"sliding_window": 10} if kernels else {})
     assert engines["eagle3"].runner.drafter.head.layer.window == (10 if kernels else 0)
     samplings = [Sampling(32), Sampling(32), Sampling(16, 1.0, seed=4)]
@@ -86,8 +115,7 @@ def test_target(tmp_path, name, kernels):
 def test_longrope_beyond_its_original_length(tmp_path):
     """Texts have the long factors from their first token on where there is room for more, which is asked for.
     """
-    reference = make_target(tmp_path / "in", "Phi-3 with longrope")
-    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    reference, folder = converted(tmp_path, "Phi-3 with longrope")
     loaded = load_target(folder, Runtime(device="cpu", compile=False))
     target, original = loaded.model, 256
     assert loaded.default_max_seq_len(Drafting(), 1) == original and target.args.max_seq_len == 512
@@ -120,12 +148,17 @@ MEANT = [  # configs as published, which leave much unsaid: the windows of 8 lay
 ]
 
 
-@pytest.mark.parametrize("family, keys, windows, longest", MEANT)
-def test_what_a_config_means(family, keys, windows, longest):
+def fields_of(family: str, keys: dict) -> dict:
+    """Our config of a published one."""
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
     config = sizes | {"num_hidden_layers": 8, "num_attention_heads": 4} | keys
     source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
-    fields = family_of(source).fields(source)
+    return family_of(source).fields(source)
+
+
+@pytest.mark.parametrize("family, keys, windows, longest", MEANT)
+def test_what_a_config_means(family, keys, windows, longest):
+    fields = fields_of(family, keys)
     assert (fields.get("windows"), fields["max_seq_len"]) == (windows, longest)
 
 
@@ -144,16 +177,133 @@ DEFAULT, KINDS = {"rope_type": "default", "rope_theta": 5e5}, ("full_attention",
 ])
 def test_rope_scaling_counts_beside_rope_parameters(family, keys, base, scaling):
     """As in transformers 5. The base stays, which is lost there."""
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
-    config = sizes | {"num_hidden_layers": 8, "num_attention_heads": 4, "rope_parameters": DEFAULT} | keys
-    source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
-    fields = family_of(source).fields(source)
+    fields = fields_of(family, {"rope_parameters": DEFAULT} | keys)
     assert (fields["rope_base"], (fields["rope_scaling"] or {}).get("rope_type")) == (base, scaling)
 
 
 @pytest.mark.parametrize("name, warned", [("Qwen2", True), ("Qwen3", False)])
 def test_qwen2_overflows_in_fp16(tmp_path, name, warned):
-    make_target(tmp_path / "in", name)
-    folder, said = convert(tmp_path / "in", tmp_path / "out", quiet=True), []
+    (_, folder), said = converted(tmp_path, name), []
     load_target(folder, Runtime("cpu", "fp16", kernels=False), said.append)
     assert any("Qwen2's activations overflow" in line for line in said) is warned
+
+
+# -- what targets with gated delta nets keep, their MTP layers, refusals -------------------------------------
+
+
+OPTIONS = {"compile": False, "max_seq_len": 160}
+
+
+def loaded(folder, kernels=True):
+    """(Target, MTP head) of a converted folder."""
+    target, _ = load_model(folder)
+    head = load_head(folder / "mtp", target, "mtp")
+    if kernels:
+        assert choose_backend("cpu").prepare(target, head) and target.runs_on_backend
+    return target, head
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return converted(tmp_path_factory.mktemp("hybrid"), "Qwen3.5", mtp=True, num_hidden_layers=4)[1]
+
+
+PROMPT = torch.randint(0, V, (141,), generator=torch.Generator().manual_seed(2)).tolist()
+KEPT = 112 + 16  # of the chunk from 128 on, after 64 and 64
+GOING_ON = {  # the tokens taken of the first prompt and its answer, what follows them, what is not read again
+    "the next turn": (181, [5, 6, 7], range(170, 182)),
+    "without the answer": (141, [9, 8] + [7] * 80, [KEPT]),
+    "the same prompt": (141, [], [KEPT]),
+    "less than is kept": (KEPT, [9] * 20, [0]),
+}
+
+
+@pytest.mark.parametrize("case", GOING_ON)
+def test_a_text_that_goes_on_is_not_read_again(folder, case):
+    """A prompt that continues a free place's text begins there. One that leaves it after its prompt begins at
+    the state kept there, one that leaves it before begins anew: three times, as the state moves.
+    """
+    taken, more, cached = GOING_ON[case]
+    target, head = loaded(folder)
+    options = OPTIONS | {"max_seq_len": 450}
+    engine = Engine(target, HeadDrafter(head, TreeShape(12, 3, 4)), batch=2, **options)
+    # After a long answer the ring holds nothing of the prompt.
+    first = engine.generate([PROMPT], Sampling(RING if case == "the same prompt" else 40))[0]
+    text = [*PROMPT, *first.ids][:taken] + more
+    request = engine.generate([text], Sampling(20))[0]
+    assert request.cached in cached
+    again = engine.generate([[*PROMPT, 1], [*text, 2]], Sampling(20))
+    for found in (request, *again):
+        assert found.ids == ids(Engine(target, **options), [found.prompt], Sampling(20))[0]
+
+
+def test_mtp_layer(folder, tmp_path):
+    """Against a layer of transformers with its weights: embedding first, then the target's normed state."""
+    reference = make_target(tmp_path / "in", "Qwen3.5", mtp=True, num_hidden_layers=4).model
+    state = load_file(tmp_path / "in" / "model.safetensors")
+    target, head = loaded(folder, kernels=False)
+    layer, prefix = reference.layers[3], "mtp.layers.0."
+    layer.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
+
+    def rms(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + state[name])
+
+    T = 9
+    tokens, feature = torch.arange(T), torch.randn(T, H, generator=torch.Generator().manual_seed(1))
+    at, visible = torch.arange(T)[None], torch.ones(1, T, T).bool().tril()
+    embedded = rms(state["model.embed_tokens.weight"][tokens], "mtp.pre_fc_norm_embedding.weight")
+    x = torch.cat((embedded, rms(feature, "mtp.pre_fc_norm_hidden.weight")), -1) @ state["mtp.fc.weight"].T
+    with torch.no_grad():
+        x = layer(x[None], reference.rotary_emb(x[None], at), visible[:, None])
+        expected = rms(x[0], "mtp.norm.weight")
+        found = head(tokens[None], feature[None], at, at, visible, head.caches(1, T, torch.float32, "cpu"))
+        torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(head.fuse(feature), rms(feature, "model.norm.weight"))
+        torch.testing.assert_close(head.logits(expected), expected @ state["lm_head.weight"].T)
+    assert read_config(folder / "mtp")["aux_layers"] == [4]
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mode, most", [
+    ("Qwen3.5", "int8", 0.04), ("Qwen3-Next", "w8a8", 0.12),
+    ("Qwen3.5", "int4", 0.5), ("Qwen3-Next", "w4a8", 0.6),
+])
+def test_quantized_text(tmp_path, name, mode, most):
+    """Drafted text is plain text, with caches in int8 too; the MTP layer is quantized with its target."""
+    dtype, out = "bf16" if name == "Qwen3-Next" else "keep", tmp_path / mode
+    _, source = converted(tmp_path, name, dtype, mtp=True, num_hidden_layers=4, **WIDE)
+    command = ["--group", "32", "--method", "nearest"] if mode in LM_HEAD_MODES else []
+    assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
+    tokens = torch.randint(0, V, (2, 90), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        found, exact = (load_model(at)[0].causal(tokens, (1,))[1] for at in (out, source))
+    assert 0 < (found - exact).norm() / exact.norm() < most
+    made = requests(4, seed=5)
+    for kv, caches in (("auto", CpuCaches), ("int8", Int8Caches)):
+        target = load_target(out, Runtime(device="cpu", kv=kv)).model
+        head = load_head(out / "mtp", target, "mtp")
+        target.backend.prepare(head)
+        drafter = HeadDrafter(head, TreeShape(12, 3, 4))
+        engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
+        assert type(engine.runner.caches.groups[0]) is caches
+        plain = alone((target, None), made, max_seq_len=240)
+        check_texts(decode(engine, made, random.Random(1)), plain, made)
+
+
+def test_what_these_targets_do_not_do(folder):
+    """A pass that goes back, for one: a state cannot be taken back, and would be wrong, silently."""
+    target, head = loaded(folder)
+    engine = Engine(target, **OPTIONS)
+    engine.generate([[5] * 80], Sampling(4))
+    back = torch.arange(40, 42)[None]  # the state is at 64
+    for make, words in {
+        lambda: Engine(target, HeadDrafter(head, TreeShape(120, 7, 12)), **OPTIONS): "at most 96 nodes on 16",
+        lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
+        lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
+        lambda: shards_of(read_config(folder), 3): "3 ranks",
+        lambda: target(back, back, back, torch.arange(42) <= back[..., None], engine.runner.caches):
+            "read in order",
+    }.items():
+        with pytest.raises((ValueError, InputError, RuntimeError), match=words), torch.no_grad():
+            make()

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.blocks import published
-from helpers.families import GEMMA3, LAYERS, H, V, make_target
+from helpers.families import GEMMA3, HYBRIDS, LAYERS, H, V, make_target
 from helpers.heads import write_head
-from helpers.hybrids import make_hybrid
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf
 from safetensors.torch import load_file
 
@@ -265,13 +264,13 @@ def comparable(config: dict) -> dict:
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),
 ])
 def test_every_family_gives_the_same_folder(tmp_path, name, arch):
-    hybrid = arch in ("qwen35", "qwen35moe", "qwen3next")
+    hybrid = name in HYBRIDS
+    reference = make_target(tmp_path / "in", name, mtp=hybrid)
     if hybrid:
-        reference = make_hybrid(tmp_path / "in", name, mtp=True)
         state = load_file(tmp_path / "in" / "model.safetensors")
         file = hybrid_gguf(tmp_path / "m.gguf", state, reference.config, arch)
     else:
-        file = family_gguf(tmp_path / "m.gguf", make_target(tmp_path / "in", name), arch)
+        file = family_gguf(tmp_path / "m.gguf", reference, arch)
     sources = {"one": tmp_path / "in", "two": file}
     folders = [convert(source, tmp_path / name, quiet=True) for name, source in sources.items()]
     for part in ("", "mtp") if hybrid else ("",):

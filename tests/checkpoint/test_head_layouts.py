@@ -2,18 +2,26 @@
 
 The reading below works on the tensors as published.
 """
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from helpers.families import LAYERS, H, V, make_target
+from helpers.drafters import model_of
+from helpers.families import LAYERS, H, V, converted
 from helpers.heads import BASE, make_head, plain_layer, rms, write_head
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
+from checkpoint.export import export, main
 from checkpoint.load import load_head, load_model, read_config
-from convert_checkpoint import main
+from common.errors import InputError
+from convert_checkpoint import main as convert_main
+from head import Head
+from networks.weights import own_state, twin
 
 
 def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
@@ -49,7 +57,7 @@ def close(results, expected, tolerance=1e-5):
     return all((x - y).abs().max() < tolerance * y.abs().max() for x, y in zip(results, expected))
 
 
-def converted(tmp_path, target: Path, state: dict, config: dict, name: str = "head") -> Path:
+def convert_head(tmp_path, target: Path, state: dict, config: dict, name: str = "head") -> Path:
     """A head written as published, then converted for the target folder."""
     return convert(write_head(tmp_path / f"{name} in", state, config), tmp_path / name, target, quiet=True)
 
@@ -59,8 +67,7 @@ def base(tmp_path_factory):
     """(folder, target) of a small LLaMA, and of one with tied embeddings."""
     place, targets = tmp_path_factory.mktemp("base"), {}
     for name in ("Llama-3", "Llama-3.2"):
-        make_target(place / f"{name} in", name)
-        folder = convert(place / f"{name} in", place / name, quiet=True)
+        _, folder = converted(place / name, name)
         targets[name] = folder, load_model(folder)[0]
     return targets
 
@@ -96,7 +103,7 @@ def test_eagle1_head(tmp_path, base, name):
         files = theirs, {
             "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
             "transformer_layer_config": config}
-    head = load_head(converted(tmp_path, folder, *files), target, "eagle")
+    head = load_head(convert_head(tmp_path, folder, *files), target, "eagle")
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
     embed = state.get("embed_tokens.weight", target.embed.weight)
     lm_head = (target.lm_head or target.embed).weight
@@ -148,7 +155,7 @@ def test_eagle3_head(tmp_path, base, name):
     if "speculators_model_type" in config:
         shape = {k: config.pop(k) for k in list(config) if k in BASE and k != "architectures"}
         config["transformer_layer_config"] = shape
-    head = load_head(converted(tmp_path, folder, state, config), target, "eagle3")
+    head = load_head(convert_head(tmp_path, folder, state, config), target, "eagle3")
     hidden, aux = options.get("hidden", H), options.get("aux", 3)
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, aux * H)
     norms, normed = [state[n] for n in extra if "layers" not in n], features
@@ -172,11 +179,12 @@ def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
     folder, target = base["Llama-3"]
     state, config = make_head("eagle3", draft=V)
     own = state.pop("lm_head.weight")
-    head = load_head(converted(tmp_path, folder, state, config | {"draft_vocab_size": None}, "none"), target)
+    none = convert_head(tmp_path, folder, state, config | {"draft_vocab_size": None}, "none")
+    head = load_head(none, target)
     assert head.lm_head is target.lm_head
     state["embed_tokens.weight"] = own
     tied = config | {"tie_word_embeddings": True}
-    head = load_head(converted(tmp_path, folder, state, tied, "tied"), target)
+    head = load_head(convert_head(tmp_path, folder, state, tied, "tied"), target)
     assert torch.equal(head.lm_head.weight, own)
     assert head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
 
@@ -186,13 +194,13 @@ def test_draft_ids_are_sorted(tmp_path, base, key):
     """Those of the mask are; it alone tells them, too."""
     state, config = make_head("eagle3")
     folder, weights = base["Llama-3"][0], "model.safetensors"
-    expected = load_file(converted(tmp_path, folder, state, config, "ascending") / weights)
+    expected = load_file(convert_head(tmp_path, folder, state, config, "ascending") / weights)
     mask, at = state.pop("t2d"), torch.arange(len(state["d2t"]))
     order = at if key == "t2d" else at.flip(0).roll(5)
     ids = (at + state.pop("d2t"))[order]
     state |= {"lm_head.weight": state["lm_head.weight"][order].clone(),
               key: {"d2t": ids - at, "token_map": ids, "t2d": mask}[key]}
-    found = load_file(converted(tmp_path, folder, state, config, "shuffled") / weights)
+    found = load_file(convert_head(tmp_path, folder, state, config, "shuffled") / weights)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -219,8 +227,73 @@ def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
     state, config = make_head("eagle3", first="layers.0.", **changes)
     head, target = write_head(tmp_path / "h", state, config), base["Llama-3"][0]
     command = ["--checkpoint", str(head), "--target", str(target), "--out", str(tmp_path / "o")]
-    assert main(command) == 1
+    assert convert_main(command) == 1
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1 and err[0].startswith("error: ") and words in err[0]
     assert not (tmp_path / "o").exists()
-    assert main([*command, *answer]) == 0 and read_config(tmp_path / "o", "eagle3")[key] == value
+    assert convert_main([*command, *answer]) == 0 and read_config(tmp_path / "o", "eagle3")[key] == value
+
+
+# -- heads go out to a layout and come back with nothing lost; what cannot go out is refused -----------------
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
+CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, and most do not say which
+    *({"aux_layers": layers} for layers in ((3, 5, 7), (1, 2, 4), (2, 4, 8), (3, 5, 8))),
+    {"windows": (9,), "activation": "gelu_tanh", "rope_scaling": YARN}, {"norm_before_residual": True},
+    {"recycle_normed": True}, {"feature_norm": "each"}, {"feature_norm": "all"}, {"draft_window": 77},
+)
+THERE_AND_BACK = [
+    ("eagle3", "sglang", {}), ("eagle3", "speculators", {}), ("eagle", "sglang", {}),
+    *(("eagle3", layout, changes) for changes in CHANGES for layout in ("sglang", "speculators")),
+]
+
+
+def head_of(head: Head, target, changes: dict) -> Head:
+    """A head whose weights bfloat16 holds, with changes of its shape."""
+    if changes:
+        state, head = own_state(head), model_of("eagle3", **dataclasses.asdict(head.args) | changes)
+        new = {name for name, tensor in head.named_parameters() if name not in state}
+        for name in new:
+            nn.init.normal_(head.get_parameter(name))
+        head.load_state_dict(state, strict=not new)
+        head.use_target(target)
+    return twin(twin(head, target, torch.bfloat16), target, torch.float32)
+
+
+@pytest.mark.parametrize("kind, layout, changes", THERE_AND_BACK, ids=str)
+def test_what_is_exported_comes_back(golden, models, models1, tmp_path, kind, layout, changes):
+    """Bit for bit, or it has no place in the layout."""
+    target, head = models1 if kind == "eagle" else models
+    head = head_of(head, target, changes)
+    if layout == "sglang" and any("norm" in name for name in changes):
+        with pytest.raises(InputError, match="no place in"):
+            export(head, kind, tmp_path / "out", layout, {})
+        return
+    export(head, kind, tmp_path / "out", layout, read_config(golden))
+    folder = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    back = load_head(folder, target)
+    assert back.args == head.args
+    torch.testing.assert_close(own_state(back), own_state(head), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ("eagle", "dspark"))
+def test_what_has_no_layout_is_refused(models, tmp_path, kind):
+    with pytest.raises(InputError, match=f"the speculators layout has no place for {kind} heads"):
+        export(models[1], kind, tmp_path / "out", "speculators", {})
+
+
+@pytest.mark.parametrize("name, family", (("Llama-3", "Llama"), ("Phi-3", "Phi3")))
+def test_speculators_configs_name_the_targets_architecture(models, tmp_path, name, family):
+    _, target = converted(tmp_path, name)
+    export(models[1], "eagle3", tmp_path / "head", "speculators", read_config(target))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["architectures"] == [f"{family}ForCausalLM"]
+
+
+def test_the_command(golden, tmp_path):
+    command = ["--head", str(golden / "eagle3"), "--checkpoint", str(golden), "--out", str(tmp_path / "out")]
+    assert main(command) == 0 and (tmp_path / "out" / "model.safetensors").is_file()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["eagle_config"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # SGLang counts outputs of layers
+    assert main([*command, "--force", "--layout", "speculators"]) == 0

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.converting import run
-from helpers.refusals import refused
-from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
+from helpers import refused
+from helpers.sources import CONFIG, HEAD_CONFIG, head_state, run, target_state, write_gguf, write_source
 from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert

@@ -5,9 +5,8 @@ import re
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, refused
 from helpers.launching import run
-from helpers.refusals import refused
 
 import eagle
 from common import VERSION

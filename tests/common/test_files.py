@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from helpers.refusals import refused
+from helpers import refused
 from typing_extensions import NotRequired, TypedDict
 
+from common import machine
 from common.errors import InputError
 from common.files import read_json, read_text
 from common.schema import Schema, number, text, whole
@@ -88,3 +89,25 @@ def test_what_does_not_fit_is_one_line(value, words):
     assert said.startswith("f.json: ") and words in said and said.endswith("; delete it") and len(said) < 300
     good = {"token": [1], "others": object, "by rows": {"1": 2}, "shape": {"size": 9, "eps": 1, "more": 0}}
     assert FILE.require(good, "f.json") is good
+
+
+# -- no more threads than processors that this process may use -----------------------------------------------
+
+
+@pytest.mark.parametrize("own, quotas, count", [
+    ("0::/a/b", {"a/b": 3}, 3), ("0::/a/b", {"a": 2, "a/b": 3}, 2),
+    ("0::/docker/1234", {".": 2}, 2),  # only the top is mounted
+    ("0::/", {}, 8),
+])
+def test_quotas(monkeypatch, tmp_path, own, quotas, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    (tmp_path / "own").write_text(f"{own}\n")
+    for group, processors in quotas.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / "cpu.max").write_text(f"{processors}00000 100000\n")
+    assert machine.processors(tmp_path, tmp_path / "own") == count
+    given = []
+    monkeypatch.setattr(machine, "processors", lambda: count)
+    monkeypatch.setattr("torch.set_num_threads", given.append)
+    machine.use_threads(5), machine.use_threads()  # the first call decides
+    assert given == [min(count, 5)]

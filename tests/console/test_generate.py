@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT
+from helpers.launching import ONE_THREAD, TORCHRUN
 from safetensors.torch import load_file
 
 import generate
@@ -211,7 +212,10 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
     ids = ",".join(map(str, cli(*common, "--json").row["output_ids"]))
     assert ids.count(",") == 4 and cli(*common).out == ids + "\n"
     assert cli(*common, "--prompt-ids", "4").out.splitlines()[1] == ids
-    for words, options in (("no tokenizer", ("-p", "hello")), ("needs a tokenizer", ("--interactive",))):
+    for words, options in (
+        ("no tokenizer", ("-p", "hello")), ("needs a tokenizer", ("--interactive",)),
+        ("--stop", ("--prompt-ids", 1, "--stop", "x")), ("needs a tok", ("--prompt-ids", 1, "--json-object")),
+    ):
         done = cli("--checkpoint", tmp_path, *options)
         assert done.status == 1 and words in done.err
 
@@ -233,3 +237,30 @@ def test_runs_as_a_program(golden):
 def test_bare_words_are_one_prompt():
     o = generate.parser().read(["-m", "DIR", "why", "is it", "blue?", "--prompt", "another"])
     assert generate.read_options(o)[0] == ["why is it blue?", "another"]
+
+
+# -- generate.py on several ranks, as a user starts it. Texts of one process: tests/engine/test_ranks.py -----
+
+
+ON_RANKS = (
+    "--prompt Hello --speculate eagle3 --tree 8,2,3 --shard-head --max-new-tokens 30 --dtype bf16 --kv int8"
+    " --temperature 0.8 --seed 4 --json-object --json --compare"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.kernels
+def test_two_ranks_speak_with_one_voice(golden, tmp_path):
+    """In bfloat16 on the kernels, where a row's sum over the ranks does not depend on the rows beside it:
+    drafted text is plain text. A grammar guides both ranks, and the head is sharded.
+    """
+    command = *TORCHRUN, "--standalone", "--nproc-per-node", "2", "generate.py", "--checkpoint", str(golden)
+    command += *ON_RANKS.split(), "--trace", str(tmp_path / "trace")
+    run = subprocess.run(command, cwd=ROOT, env=ONE_THREAD, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-3000:]
+    row = json.loads(run.stdout)
+    known = "error: ", "loaded ", "ready ", "2 ranks: "  # beside torchrun's report, and warnings
+    lines = [line for line in run.stderr.splitlines() if line.startswith(known)]
+    assert [line.split()[0] for line in lines] == ["2", "loaded", "ready"]
+    assert row["ranks"] == row["plain"]["ranks"] == 2 and row["equal"] is True and row["tau"] > 1
+    assert row["text"].startswith("{") and "000.draft_tokens" in load_file(tmp_path / "trace")

@@ -1,4 +1,4 @@
-"""--speculate auto: what it stands for, and that its text is plain text."""
+"""--speculate auto: what it stands for. Its text: tests/engine/test_engine.py."""
 import shutil
 
 import pytest
@@ -8,8 +8,6 @@ from checkpoint.load import read_config
 from common.errors import InputError
 from drafters.published import OPENINGS, advice
 from engine.drafting import Drafting
-from engine.sampling import Sampling
-from schedulers.cost_model import Tuner
 
 
 @pytest.fixture
@@ -78,20 +76,3 @@ def test_a_damaged_head_ends_no_start(folder, file):
     assert llm.engine.drafter.network is None and any(str(folder / "eagle3") in line for line in said)
     with pytest.raises(InputError, match="eagle3"):
         load(folder, "eagle3", compile=False)
-
-
-def test_text_of_auto_is_plain_text(folder, monkeypatch):
-    """With joint trees that are limited step by step. Time grows with the nodes."""
-    add = Tuner.add
-    slower = lambda tuner, *step: add(tuner, *step[:-1], 0.01 + step[2].nodes / 1000)  # noqa: E731
-    monkeypatch.setattr(Tuner, "add", slower)
-    prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
-    sampling = Sampling(60)
-    options = ("none", {}), ("auto", {"tree": "auto"})  # without our kernels trees are sized if asked for
-    engines = [load(folder, method, compile=False, **tree).engine for method, tree in options]
-    engines[1].warm_up()
-    assert [engine.drafter.method for engine in engines] == ["none", "lookup+eagle3"]
-    plain, auto = (engine.generate(prompts, sampling) for engine in engines)
-    assert [one.ids for one in plain] == [other.ids for other in auto]
-    kinds = {name for request in auto for name in request.trees}
-    assert len(kinds) > 1 and any("nodes" in name for name in kinds), kinds

@@ -1,23 +1,27 @@
 """Drafted text is plain text: every drafter, every sort of request, with and without kernels."""
 import json
 import random
+from itertools import pairwise
 
 import pytest
+import torch
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
-from helpers.families import VARIANTS, make_target
-from helpers.heads import make_head, write_head
-from helpers.hybrids import HYBRIDS, make_hybrid
+from helpers.families import VARIANTS, converted
+from helpers.heads import add_heads
 
-from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from engine.draft import HeadDrafter
+from engine.drafting import Drafting
 from engine.engine import Engine
+from engine.request import Request
 from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import load_target
 from kernels.choose import choose_backend
+from kernels.float8 import Float8Caches, from_bytes, to_bytes
+from kernels.packed import Int8Caches
 from kernels.quantized import Scheme
 from tree import TreeShape
 
@@ -56,6 +60,23 @@ def test_in_pytorch(models, models1, asked, name):
     drafter = make_drafter(name, *models, models1[1], lambda model: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False, **options)
     check_texts(decode(engine, made, random.Random(2)), expected, made)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_a_stop_text_ends_text_and_tokens(golden, temperature):
+    """Everywhere in the text, also in the middle of what a step accepted."""
+    fast, inside = load(golden, "eagle3", tree=TreeShape(12, 3, 3), compile=False), False
+    settings = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True}
+    whole = fast.generate("hello there", **settings)
+    for at in range(1, len(whole.text) - 1):
+        stop = whole.text[at : at + 2]
+        found = fast.generate("hello there", stop=(stop, "never there"), logprobs=0, **settings)
+        before = whole.text[: whole.text.index(stop)]
+        assert (found.text, found.finish, found.stop) == (before, "stop", stop)
+        assert found.ids == whole.ids[: len(found.ids)] and fast.tokenizer.decode(found.ids) == before + stop
+        assert len(found.scores) == len(found.ids) == 1 + sum(found.accept_lengths)
+        inside |= found.accept_lengths != whole.accept_lengths[: len(found.accept_lengths)]
+    assert inside
 
 
 WHOLE = "draft-model", "pard"  # these are whole models
@@ -100,18 +121,17 @@ def family(request, tmp_path_factory):
     return family_of(tmp_path_factory.mktemp("family"), request.param)
 
 
-def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None) -> tuple:
+def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None, kv: str = "auto") -> tuple:
     """A target on the kernels, its EAGLE-3 and EAGLE-1 heads, requests and their plain texts."""
-    (make_hybrid if name in HYBRIDS else make_target)(made / "in", name)
-    folder = convert(made / "in", made / "out", dtype=dtype, quiet=True)
+    _, folder = converted(made, name, dtype)
     if scheme:
         quantize_folder(QuantizationPlan.of(folder, scheme), folder := made / "quantized")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
     assert choose_backend("cpu").prepare(target)
-    width, heads = target.args.hidden_size, []
-    for kind in ("eagle3", "eagle"):
-        source = write_head(made / kind, *make_head(kind, hidden=width, target=width))
-        heads.append(load_head(convert(source, target=folder, dtype=dtype, quiet=True), target, kind))
+    if not target.is_recurrent:
+        target.Caches = target.backend.caches[kv]
+    folders = add_heads(made, folder, target.args.hidden_size)
+    heads = [load_head(head, target) for head in folders]
     target.backend.prepare(*heads)
     asked = requests(6, seed=5)  # longer than windows and blocks, greedy and sampled
     return target, raw, heads, asked, alone((target, None), asked)
@@ -127,19 +147,61 @@ def test_families(family, name):
     """A request in a batch, as they come and go, has the text that it has alone without drafts."""
     target, raw, heads, asked, expected = family
     if target.is_recurrent and name in WHOLE:
-        return  # refused, see tests/checkpoint/test_hybrids.py
+        return  # refused, see tests/checkpoint/test_families.py
     model = target if name in WHOLE else raw
     drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)
 
 
+INT8 = Scheme("int8", 0, "int8")
+QUICK = (
+    ("LFM2-MoE", INT8), ("Gemma 2", None), ("Gemma 3", None), ("gpt-oss", None), ("OLMo 3", INT8),
+    ("SmolLM3", INT8), ("Granite 3", None),
+)
+
+
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", (None, Scheme("int8", 0, "int8")))
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.expensive] * ("LFM2" not in name)) for name in VARIANTS])
+@pytest.mark.parametrize("name, scheme", [
+    *QUICK, *(pytest.param(name, scheme, marks=pytest.mark.expensive) for name in (*VARIANTS, *FAMILIES[2:4])
+              for scheme in (None, INT8) if (name, scheme) not in QUICK)])
 def test_families_in_few_bits(tmp_path, name, scheme):
-    target, _, (head, _), asked, expected = family_of(tmp_path, name, "bf16", scheme)
+    """In bfloat16 over caches in int8, and with weights in int8."""
+    kv = "auto" if scheme else "int8"
+    target, _, (head, _), asked, expected = family_of(tmp_path, name, "bf16", scheme, kv)
     engine = Engine(target, HeadDrafter(head, TreeShape(8, 2, 3)), batch=3, max_seq_len=300, compile=False)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)
+
+
+# -- over caches in fp8 (PyTorch) and in int8 (kernels) -----------------------------------------------------
+
+
+PROMPT = [256, *b"Once upon a time there was a lighthouse keeper"]
+
+
+@pytest.mark.parametrize("kv, kind, dtype", [
+    ("fp8", Float8Caches, "bf16"), pytest.param("fp8", Float8Caches, "fp32", marks=pytest.mark.slow),
+    *(pytest.param("int8", Int8Caches, dtype, marks=pytest.mark.kernels) for dtype in ("bf16", "fp32")),
+])
+def test_text_is_plain_text(golden, kv, kind, dtype):
+    """Three texts in two places, one sampled, over two blocks of slots, with accepted paths that leave gaps.
+    """
+    target = load_target(golden, Runtime("cpu", dtype, compile=kv == "int8", kv=kv))
+    plain = target.engine(Drafting(), max_seq_len=130)
+    fast = target.engine(Drafting("eagle3", tree=TreeShape(12, 2, 4)), batch=2, max_seq_len=130)
+    assert type(fast.runner.caches) is kind
+    given, sampling = [PROMPT, PROMPT[3:], [*PROMPT, 65]], [Sampling(70 - i, i % 2, seed=i) for i in range(3)]
+    requests: list[Request] = []
+    events = [*fast.run(given, sampling, requests, watch=True)]
+    wanted = [plain.generate([prompt], one)[0].ids for prompt, one in zip(given, sampling)]
+    check_texts([request.ids for request in requests], wanted, list(zip(given, sampling)))
+    paths = [event.draft.path[: len(event.ids)] for event in events if event.draft]
+    assert any(b - a > 1 for path in paths for a, b in pairwise(path))  # what is moved is not side by side
+    assert requests[2].cached == len(PROMPT) - 1
+
+
+def test_numbers_are_rounded_and_what_is_too_large_is_the_largest():
+    x = torch.tensor([449.0, -1e9, torch.inf, 0.001, 2**-10, 3.4, torch.nan])
+    assert from_bytes(to_bytes(x), x.dtype)[:6].tolist() == [448, -448, 448, 2**-9, 0, 3.5]
+    assert from_bytes(to_bytes(x), x.dtype)[6].isnan()

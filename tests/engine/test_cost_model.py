@@ -6,22 +6,8 @@ import torch
 
 from engine.request import Request
 from engine.sampling import Sampling
-from schedulers.cost_model import (
-    MAX_FLAT_NODES,
-    MAX_SLOWDOWN,
-    MAX_TREES,
-    MIN_PROBE_INTERVAL,
-    MIN_TRIAL_ROUNDS,
-    PLAIN_TRIAL,
-    REQUEST_DECAY,
-    TRIALS,
-    Acceptance,
-    Costs,
-    Plan,
-    Size,
-    Tuner,
-    typical_drafts,
-)
+from schedulers import cost_model
+from schedulers.cost_model import MAX_TREES, MIN_PROBE_INTERVAL, TRIALS, Acceptance, Costs, Plan, Size, Tuner
 from tree import TreeShape
 
 
@@ -118,14 +104,19 @@ def test_a_tree_is_as_large_as_pays():
 
 
 def test_drafts_that_are_never_accepted_are_tried_ever_less():
-    """In a text, and in the next one."""
-    first = rehearsed()
-    first.ease = 0.0
-    tried = [steps - first.run(steps).count(None) for steps in (30, 70, 500, 500, 500)]
+    """In a text, and in the next one, which begins with a few drafts all the same if it is easy. A
+    temperature tells nothing of another.
+    """
+    hard = rehearsed(1.0)
+    hard.ease = 0.0
+    tried = [steps - hard.run(steps).count(None) for steps in (30, 70, 500, 500, 500)]
     assert tried[0] < 30 and 12 >= tried[2] >= tried[-1]
-    second = Machine(first.tuner)
-    second.ease = 0.0
-    assert 30 - second.run(30).count(None) < tried[0]
+    another = Machine(hard.tuner, 1.0)
+    another.ease = 0.0
+    assert 96 - another.run(96).count(None) <= 4  # it is remembered
+    easy, cold = Machine(hard.tuner, 1.0), Machine(hard.tuner, 0.3)
+    assert easy.run(30).count(None) < 10
+    assert cold.request.acceptance.confidence.value == 1.0 > easy.request.acceptance.confidence.value - 1
 
 
 def test_probes_of_expensive_drafts_lose_one_percent():
@@ -150,7 +141,7 @@ def test_costs_are_those_of_real_steps():
 
     sizes = {kind: Size(kind.nodes, 7 * kind.deep) for kind in TRIALS[1:]}
     trials = {kind: [(size, took(size))] for kind, size in sizes.items()}
-    costs = Costs.from_trials(trials | {PLAIN_TRIAL: [(Size(1, 0), 10.0)]})
+    costs = Costs.from_trials(trials | {cost_model.PLAIN_TRIAL: [(Size(1, 0), 10.0)]})
     some = [Size(n, n // 3) for n in range(1, 12)] * 40
     assert [costs.seconds(size, True) for size in some] == pytest.approx([*map(took, some)])
     assert costs.seconds(Size(40, 2), True) == pytest.approx(took(Size(40, 2)))  # larger than any trial
@@ -169,7 +160,7 @@ def test_other_numbers_of_sequences():
     """Between those that ran, and beyond."""
     tuner = Tuner()
     for count in (2, 6):
-        size = Size(MAX_FLAT_NODES, 1)
+        size = Size(cost_model.MAX_FLAT_NODES, 1)
         tuner._costs[count, False] = Costs(10.0 * count, 12.0 * count, 1.0 * count, [0.5 * count] * 31)
         tuner._measured.add((count, False))
     for count, noisy in ((4, False), (4, True)):
@@ -206,10 +197,10 @@ def test_large_trees_are_not_tried_where_they_cannot_pay():
     ran = []
     machine = Machine(Tuner(), node=3.0)
     machine.tuner.run_trials(1, False, lambda: ran.append(machine.step()))
-    largest = next(kind for kind in TRIALS if 10 + 3.0 * kind.nodes > MAX_SLOWDOWN * 10)
-    assert max(size.nodes for size in ran if size) == largest.nodes <= MAX_FLAT_NODES + 3
+    largest = next(kind for kind in TRIALS if 10 + 3.0 * kind.nodes > cost_model.MAX_SLOWDOWN * 10)
+    assert max(size.nodes for size in ran if size) == largest.nodes <= cost_model.MAX_FLAT_NODES + 3
     turns, more = divmod(len(ran), TRIALS.index(largest) + 1)
-    assert not more and turns > MIN_TRIAL_ROUNDS
+    assert not more and turns > cost_model.MIN_TRIAL_ROUNDS
 
 
 def test_a_compiled_tree_is_drafted_while_it_pays():
@@ -251,7 +242,7 @@ def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees)
         nodes = plan.shape.nodes if plan else 0
         chosen.append(nodes)
         of = 1, False, Size(nodes or 1, 0), plan is not None
-        expected = typical_drafts(nodes) if plan else None
+        expected = cost_model.typical_drafts(nodes) if plan else None
         tuner.add(*of, times[nodes] / 1000)
         emitted = 1 + acceptance * (expected or 0.0)
         tuner.record(request, plan is not None, emitted, tuner.relative_cost(*of), expected)
@@ -265,24 +256,10 @@ def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees)
         assert sorted(chosen[-40:])[20] == tree
 
 
-def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
-    """Each text begins with a few drafts, and a temperature tells nothing of another."""
-    hard = rehearsed(1.0)
-    hard.ease = 0.0
-    hard.run(2000)
-    another = Machine(hard.tuner, 1.0)
-    another.ease = 0.0
-    assert sum(size is not None for size in another.run(96)) <= 4  # it is remembered
-    easy = Machine(hard.tuner, 1.0)
-    assert sum(size is not None for size in easy.run(30)) > 20
-    cold = Machine(hard.tuner, 0.3)
-    assert cold.request.acceptance.confidence.value == 1.0 > easy.request.acceptance.confidence.value - 1
-
-
 @pytest.mark.parametrize("head", (False, True))
 def test_without_drafts_trust_returns(head):
     """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
-    acceptance = Acceptance(0.7, 1.0, 0.2, decay=REQUEST_DECAY)
+    acceptance = Acceptance(0.7, 1.0, 0.2, decay=cost_model.REQUEST_DECAY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
     assert acceptance.confidence.value == pytest.approx(1, abs=0.01)

@@ -5,12 +5,11 @@ One group of two processes and one of four decode all cases; see `helpers.ranked
 import json
 
 import pytest
-from helpers.families import make_target
-from helpers.heads import make_head, write_head
-from helpers.hybrids import HYBRIDS, make_hybrid
+from helpers import refused
+from helpers.families import HYBRIDS, converted, make_target
+from helpers.heads import add_heads
 from helpers.launching import TORCHRUN, run
 from helpers.ranked import OF_TWO, everything
-from helpers.refusals import refused
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
@@ -39,14 +38,9 @@ def folder(golden, tmp_path_factory):
     """
     made, work = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("sources")
     for name in SHARDED:
-        if name in HYBRIDS:
-            make_hybrid(work / name, name, mtp=True)
-        else:
-            make_target(work / name, name)
-        width = read_config(convert(work / name, made / name, quiet=True))["hidden_size"]
-        for kind in ("eagle", "eagle3"):
-            head = write_head(work / f"{name} {kind}", *make_head(kind, hidden=width, target=width))
-            convert(head, target=made / name, quiet=True)
+        make_target(work / name / "in", name, mtp=name in HYBRIDS)
+        width = read_config(convert(work / name / "in", made / name, quiet=True))["hidden_size"]
+        add_heads(work / name, made / name, width)
     odd = {"num_attention_heads": 10, "num_key_value_heads": 5, "vocab_size": 97, "intermediate_size": 58}
     for name, changes, out in (
         ("odd", odd, made / "odd"), ("wide", {"intermediate_size": 256, "head_dim": 64}, work / "exact"),
@@ -81,8 +75,7 @@ def sharded(request, folder, tmp_path_factory):
 @pytest.mark.parametrize("name", (
     "OLMo 3", "LFM2", "LFM2-MoE", "GLM-4.7-Flash", "Gemma 4 E2B", "Gemma 4 26B-A4B"))
 def test_families_that_are_not_sharded(tmp_path, name):
-    make_target(tmp_path / "in", name)
-    config = read_config(convert(tmp_path / "in", tmp_path / "out", quiet=True))
+    config = read_config(converted(tmp_path, name)[1])
     with refused("2 ranks: a target of this family runs in one process only; leave out torchrun"):
         shards_of(config, 2)
 
@@ -96,7 +89,6 @@ def test_texts(alone, sharded, name):
     for what, texts in found.items():
         assert texts and texts == want[what][: len(texts)], f"{name}: {what}"
     if name in SHARDED:
-        assert found["eagle3"] == found["eagle"]
-        assert found["eagle"][:2] == found["plain"][:2] != found["eagle"][2:]
+        assert found["eagle3"][:2] == found["plain"][:2] != found["eagle3"][2:]
     if name == "modes":
         assert found["caches in float8"] != found["modes"]

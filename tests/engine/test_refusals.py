@@ -1,17 +1,21 @@
 """Where and how a target cannot run, and what it cannot decode, is refused before anything is compiled."""
+import shutil
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from helpers import edit, refused
 
 from common.errors import InputError
 from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.request import encode
 from engine.runtime import Runtime
-from engine.sampling import Sampling
 from engine.target import Target, load_target
 from server.run import largest_engine
+from tree import TreeShape
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +28,18 @@ def test_a_system_prompt_needs_a_template():
         encode(SimpleNamespace(has_template=False), "text", system="be brief")
 
 
-def test_caches_that_do_not_fit(target, monkeypatch):
-    monkeypatch.setattr("engine.runner.free_memory", lambda device: 3_000_000)
-    with pytest.raises(ValueError, match=r"the caches of 9 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
-        target.engine(batch=9)
-    monkeypatch.setattr("engine.runner.free_memory", lambda device: None)  # not known: not refused
-    target.engine(batch=9)
-
-
 def test_a_server_takes_as_many_slots_as_fit(target, monkeypatch):
-    """A card with room for four slots serves four of sixteen; as many as were asked for, or an error."""
+    """A card with room for four slots serves four of sixteen; as many as were asked for, or an error. Memory
+    that is not known refuses nothing.
+    """
     make = partial(largest_engine, target, Drafting(), max_seq_len=300)
     room = make(batch=4, smallest=4).runner.cache_bytes
     monkeypatch.setattr("engine.runner.free_memory", lambda device: room + 1)
     assert make(batch=16, smallest=1).batch == 4
-    with pytest.raises(ValueError, match="the caches of 16 x"):
+    with pytest.raises(ValueError, match=r"the caches of 16 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
         make(batch=16, smallest=16)
+    monkeypatch.setattr("engine.runner.free_memory", lambda device: None)
+    assert make(batch=16, smallest=16).batch == 16
 
 
 @pytest.mark.parametrize("compile", (False, True))
@@ -48,18 +48,52 @@ def test_all_allocated_slots_are_checked(target, compile):
     assert engine.runner.cache_bytes == sum(buffer.nbytes for buffer in engine.runner.caches.buffers())
 
 
-def test_requests_that_cannot_be_decoded(target):
-    """Refused before anything is decoded, with the numbers."""
-    engine = Engine(target.model, batch=2, max_seq_len=32, compile=False)
-    for prompts, sampling, words in (
-        ([[-1]], Sampling(4), "token id -1"),
-        ([[1]], Sampling(logit_bias={999999: 1}), r"logit_bias holds token id 999999, the vocabulary is 0"),
-        ([[1]], Sampling(stop="x"), "--stop"),
-        ([[1]], Sampling(json_schema="{}"), "needs a tokenizer"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            engine.generate(prompts, sampling)
-        assert engine.free == 2
-    engine.admit([1]), engine.admit([2])
-    with pytest.raises(RuntimeError, match="all 2 slots are taken"):
-        engine.admit([3])
+# -- what cannot be drafted is refused in one line: methods, sizes, trees, folders, flags, token files -------
+
+
+TREE = TreeShape(8, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(golden, tmp_path_factory) -> Path:
+    """Draft models, which are the target again, and token files, each with something that does not fit."""
+    folder = tmp_path_factory.mktemp("drafts")
+    for name in ("renamed", "short", "smaller"):
+        shutil.copytree(golden, folder / name)
+    tokenizer = (golden / "tokenizer.json").read_text()
+    (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
+    edit(folder / "short", max_seq_len=64), edit(folder / "smaller", vocab_size=64)
+    for name, ids in {"other": [320] * 9, "few": [7] * 7}.items():
+        (folder / name).write_bytes(torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
+    (folder / "cut").write_bytes(bytes(41))
+    return folder
+
+
+@pytest.mark.parametrize("options, words", [
+    *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
+        ("", "unknown"), ("lookup", "join two methods"), ("none", "join two"), ("eagle3+rest", "join"),
+    )),
+    ({"method": "lookup+lookahead"}, "--speculate lookup+lookahead: lookahead cannot be combined"),
+    ({"method": "lookup", "flags": {"level": 4}}, "--level belongs to --speculate lookahead"),
+    ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': must be 1 to 1,024"),
+    ({"method": "eagle3", "tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
+    *(({"method": "draft-model", "draft": name}, f"{name}: {words}") for name, words in (
+        ("renamed", "has no tokenizer, or one with other ids"),
+        ("smaller", "has 64 rows in its embedding, the target 320; their tokenizer has 258 ids"),
+        ("short", "has a context of 64 tokens, less than 65; use --max-seq-len 64"),
+    )),
+    *(({"method": "rest", "flags": {"datastore": name}}, f"--datastore {name}: {words}") for name, words in (
+        ("short", "no such file"), ("cut", "is not a file of 8 to"), ("few", "is not a file of 8 to"),
+        ("other", "has the id 320, the target has 0 to 319"),
+    )),
+], ids=str)
+def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):
+    """What no flag of a command can say, or not in these words; flags are in test_mistakes.py."""
+    monkeypatch.chdir(folder)
+    with refused(words):
+        llm.target.engine(Drafting(**options), max_seq_len=65)
+
+
+def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, folder):
+    engine = llm.target.engine(Drafting("draft-model", folder / "short", tree=TREE))
+    assert engine.drafter.shape == TREE and engine.max_seq_len == 64

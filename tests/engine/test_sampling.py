@@ -8,12 +8,13 @@ import math
 
 import pytest
 import torch
-from helpers.statistics import chi_square, chi_square_limit
+from helpers.decoding import check_counts, check_distribution, speculative
+from helpers.drafters import small_models
 
 from engine.sampling import MAX_STOPS, Modes, Sampling, gumbel, random_bits, restrict, seed_keys
 from engine.state import State
 from engine.step import TORCH, process_logits
-from tree import depth_and_ancestors
+from tree import TreeShape, depth_and_ancestors
 
 
 def test_noise_is_what_it_was():
@@ -142,9 +143,13 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)
     assert counts[p == 0].sum() == 0
-    counts, p = counts[p > 0], p[p > 0]
-    assert len(p) > 1
-    assert chi_square(counts, B * p) < chi_square_limit(len(p) - 1)
+    check_counts(counts[p > 0], B * p[p > 0])
+
+
+@pytest.mark.slow
+def test_distribution_of_speculative_text():
+    small = small_models()
+    check_distribution(small[0], speculative(small, TreeShape(8, 2, 3), batch=256))
 
 
 @pytest.mark.parametrize("bad", [

@@ -16,23 +16,18 @@ pytestmark = [
 ]
 
 
-def test_stop_ids_template_and_context():
+def test_text_of_the_demo_model():
+    """Its stop ids, template and context; drafted text is plain text."""
     config = json.loads((FOLDER / "config.json").read_text())
     assert set(config["stop_ids"]) == {0, 2} and config["max_seq_len"] == 8192
-    model = load(FOLDER, compile=False)
-    assert model.tokenizer.decode(model.encode("Hi")).startswith("system\nYou are a helpful AI assistant")
-    assert model.generate("What is the capital of France?", max_new_tokens=60).finish == "stop"
-
-
-def test_eagle3_text_is_plain_text():
     plain = load(FOLDER, dtype="fp32", compile=False)
+    assert plain.tokenizer.decode(plain.encode("Hi")).startswith("system\nYou are a helpful AI assistant")
+    assert plain.generate("What is the capital of France?", max_new_tokens=30).finish == "stop"
     fast = load(FOLDER, "eagle3", tree=TreeShape(16, 3, 4), dtype="fp32", compile=False)
     taus = []
-    for seed, prompt in enumerate(
-        ("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")
-    ):
-        settings = {"max_new_tokens": 24, "temperature": seed / 2, "seed": seed}
+    for seed, prompt in enumerate(("Write a short poem about the sea.", "def fibonacci(n):")):
+        settings = {"max_new_tokens": 20, "temperature": seed, "seed": seed}
         a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
         assert a.ids == b.ids
         taus.append(b.tau)
-    assert sum(taus) / 3 > 1.3, "the head drafts next to nothing"
+    assert sum(taus) / 2 > 1.3, "the head drafts next to nothing"

@@ -1,6 +1,11 @@
 """What several tests share."""
 import json
+import re
 from pathlib import Path
+
+import pytest
+
+from common.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -11,3 +16,8 @@ def edit(folder: Path, *without: str, **changes) -> None:
     file = folder / "config.json"
     config = {key: x for key, x in json.loads(file.read_text()).items() if key not in without}
     file.write_text(json.dumps(config | changes))
+
+
+def refused(words: str):
+    """A context that must raise an InputError whose message begins with these words."""
+    return pytest.raises(InputError, match="^" + re.escape(words))

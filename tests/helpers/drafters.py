@@ -4,6 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from checkpoint.load import class_of
 from drafters.block import BlockDrafter, PEagle
 from drafters.draft_model import DraftModel
 from drafters.lookahead import Lookahead
@@ -13,9 +14,9 @@ from drafters.ngram import NGram, TokenFile
 from drafters.pard import Pard
 from drafters.static import EAGLE1_TREE, StaticHeadDrafter, expected_tree
 from engine.draft import Drafter, HeadDrafter
-from head import Eagle3Head, Head, HeadArgs
+from head import Head
 from helpers.decoding import prompts
-from model import ModelArgs, Transformer
+from model import Transformer
 from training.heads import HeadShape, new_head
 from tree import TreeShape
 
@@ -34,32 +35,24 @@ def cases(names=NAMES) -> list:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
-def guessing_heads(
-    target: Transformer, kind: str, draft_ids: torch.Tensor, guesses: int, blocks: int, prefix: bool,
-    seed: int,
-) -> Head:
+def guessing_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, prefix: bool) -> Head:
     """Make Medusa or Hydra heads in float32: random blocks that pass their state on to the target's lm_head.
 
     prefix: with Hydra++'s layer, of the target's shape.
     """
     a = target.args
-    torch.manual_seed(seed)
-    head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](MultiTokenArgs(
-        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim,
-        a.norm_eps, a.rope_base, max_seq_len=a.max_seq_len, draft_vocab_size=len(draft_ids),
-        target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks,
-        prefix=prefix,
-    ))
-    with torch.no_grad():
-        for name, p in head.named_parameters():
-            if p.ndim == 2:
-                torch.nn.init.normal_(p, std=0.02 if "prefix_layer" in name else 0.002)
-            elif name.endswith("bias"):
-                p.zero_()
-        for stack in head.stacks:
-            if stack[0].skip is not None:
-                stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
-        head.lm_head.weight.copy_(target.lm_head_weight[draft_ids].float().cpu())
+    sizes = {name: x for name, x in vars(a).items() if name in MultiTokenArgs.__dataclass_fields__}
+    head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](MultiTokenArgs(**sizes | {
+        "num_layers": 1, "draft_vocab_size": len(draft_ids), "target_hidden_size": a.hidden_size,
+        "aux_layers": (a.num_layers,), "guesses": 3, "blocks": 1, "prefix": prefix,
+    })).requires_grad_(False)
+    torch.manual_seed(0)
+    for name, p in head.named_parameters():
+        if not name.endswith("norm.weight"):
+            p.normal_(std=0.02 if "prefix_layer" in name else 0.002 * (p.ndim == 2))
+    for stack in head.stacks if kind == "hydra" else ():
+        stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
+    head.lm_head.weight.copy_(target.lm_head_weight[draft_ids])
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.device)
     head.use_target(target)
@@ -86,7 +79,7 @@ def make_drafter(
 
     def guessing(kind: str, prefix: bool = False) -> Head:
         """Random heads of Medusa or Hydra."""
-        return ready(guessing_heads(target, kind, ids, 3, 1, prefix, 0))
+        return ready(guessing_heads(target, kind, ids, prefix))
 
     def block(kind: str, rank: int | None = None, window: int = 0) -> Head:
         """A random head, as of those that draft blocks."""
@@ -119,27 +112,34 @@ def make_drafter(
     }[name]()
 
 
-def few_tokens(vocab_size: int, seed: int, layers: int = 1, width: int = 16) -> Transformer:
-    """A random model over so few tokens that all texts can be counted."""
-    torch.manual_seed(seed)
-    model = Transformer(ModelArgs(vocab_size, width, 32, layers, 2, 1, width // 2)).requires_grad_(False)
-    for p in model.parameters():
+def model_of(kind: str = "target", **fields) -> Transformer | Head:
+    """The target or head, with random weights, that a config.json with these fields describes."""
+    model = class_of({"kind": kind, **fields})
+    return model(model.Args(**fields))
+
+
+def small_models(
+    vocab_size: int = 12, width: int = 16, layers: int = 2, dtype: torch.dtype = torch.float32,
+    of_head: dict | None = None, **of_target
+) -> tuple[Transformer, Head]:
+    """A random target and an EAGLE-3 head, by default over so few tokens that many drafts are accepted.
+
+    of_head, of_target: other fields of their configs.
+    """
+    torch.manual_seed(0)
+    size = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": 32, "num_heads": 2,
+            "num_kv_heads": 1, "head_dim": width // 2}
+    target = model_of(**size | {"num_layers": layers} | of_target).requires_grad_(False)
+    for p in target.parameters():
         p.normal_(std=0.5)
-    return model
-
-
-def small_models(vocab_size: int = 12, width: int = 16, layers: int = 2) -> tuple[Transformer, Head]:
-    """A random target and an EAGLE-3 head over so few tokens that many drafts are accepted."""
-    target = few_tokens(vocab_size, 0, layers, width)
-    head = Eagle3Head(HeadArgs(
-        vocab_size, width, 32, 1, 2, 1, width // 2, draft_vocab_size=vocab_size, target_hidden_size=width,
-        aux_layers=(0, layers // 2, layers),
-    )).requires_grad_(False)
+    head = model_of("eagle3", **size | {
+        "num_layers": 1, "draft_vocab_size": vocab_size, "target_hidden_size": width,
+        "aux_layers": (0, layers // 2, layers)} | (of_head or {})).requires_grad_(False)
     for p in head.parameters():
         p.normal_(std=0.5)
-    head.draft_ids = torch.arange(vocab_size)
-    head.use_target(target)
-    return target, head
+    head.draft_ids = torch.randperm(vocab_size)[: head.args.draft_vocab_size].sort().values
+    head.to(dtype).use_target(target.to(dtype))
+    return target.eval(), head.eval()
 
 
 def short_prompts(count: int, longest: int) -> list[list[int]]:

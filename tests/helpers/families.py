@@ -1,4 +1,4 @@
-"""Tiny random targets of every family, written by transformers in its own layout."""
+"""Tiny random targets of every family, written by transformers in its own layout, and heads for them."""
 import json
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.convert import convert
 from helpers import edit
 
 V, H, LAYERS = 128, 48, 8
@@ -67,8 +68,8 @@ EYES = {  # of the classes that see
     "Qwen3VL": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
                 "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
 }
-EYES |= {"Qwen3OmniMoeThinker": EYES["Qwen3VL"], "Lfm2Vl": TINY, "Qwen2_5_VL": EYES["Qwen3VL"] | {
-    "deepstack_visual_indexes": None}}
+EYES |= dict.fromkeys(("Qwen3OmniMoeThinker", "Qwen3_5"), EYES["Qwen3VL"]) | {
+    "Lfm2Vl": TINY, "Qwen2_5_VL": EYES["Qwen3VL"] | {"deepstack_visual_indexes": None}}
 EARS = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8,
         "num_mel_bins": 8, "downsample_hidden_size": 8, "output_dim": H}
 
@@ -140,6 +141,23 @@ TARGETS = VARIANTS | {
     "Qwen3-MoE, not renormalized": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": False, **EXPERTS}),
     "gpt-oss": ("GptOss", GPT_OSS), "gpt-oss in MXFP4": ("GptOss", GPT_OSS),
 }
+DELTA_ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
+DELTA = {
+    "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "rope_parameters": DELTA_ROPE,
+}
+MIXTURE = DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
+HYBRIDS = {  # with gated delta nets
+    "Qwen3.5": ("Qwen3_5Text", DELTA), "Qwen3.5 with eyes": ("Qwen3_5", DELTA),
+    "Qwen3.5, yarn": ("Qwen3_5Text", DELTA | {"rope_parameters": DELTA_ROPE | {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "Qwen3.5-MoE": ("Qwen3_5MoeText", MIXTURE), "Qwen3-Next": ("Qwen3Next", MIXTURE),
+}
+# Sizes of hybrids that groups of 32 divide.
+WIDE = {
+    "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "linear_value_head_dim": 16,
+    "linear_num_value_heads": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+}
 
 
 def to_mxfp4(folder: Path, reference) -> None:
@@ -168,23 +186,43 @@ def as_thinker(folder: Path) -> None:
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": config}))
 
 
-def make_target(folder: Path, name: str, **other):
-    """Write the named model as its publishers do -> the model of transformers. other: sizes."""
+def add_mtp_layer(file: Path, prefix: str) -> None:
+    """Add a random MTP layer, whose attention and MLP are like those of a hybrid's fourth layer."""
+    g, state, theirs = torch.Generator().manual_seed(1), load_file(file), f"{prefix}layers.3."
+    layer = {f"mtp.layers.0.{n.removeprefix(theirs)}": t + 0.05 * torch.randn(t.shape, generator=g)
+             for n, t in state.items() if n.startswith(theirs)}
+    width = len(layer["mtp.layers.0.input_layernorm.weight"])
+    norms = dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), (width,))
+    layer |= {f"mtp.{n}.weight": 0.2 * torch.randn(shape, generator=g)
+              for n, shape in ({"fc": (width, 2 * width)} | norms).items()}
+    save_file(state | layer, file, metadata={"format": "pt"})
+
+
+def make_target(folder: Path, name: str, mtp: bool = False, **other):
+    """Write the named model as its publishers do -> the model of transformers.
+
+    mtp: with an MTP layer. other: sizes.
+    """
     transformers = pytest.importorskip("transformers")
-    kind, changes = TARGETS[name]
+    group = HYBRIDS if name in HYBRIDS else TARGETS
+    kind, changes = group[name]
     sizes = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, **changes, **other}
     if kind in EYES:
         sizes = {"text_config": sizes, "vision_config": EYES[kind], "tie_word_embeddings": False}
+    if kind == "Qwen3_5MoeText":  # whose config has none
+        del sizes["intermediate_size"]
     if "Omni" in kind:
         sizes["audio_config"] = EARS
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    torch.manual_seed(sorted(TARGETS).index(name))
+    torch.manual_seed(sorted(group).index(name))
     make = getattr(transformers, f"{kind}ForConditionalGeneration") if kind in EYES else (
         transformers.AutoModelForCausalLM.from_config)
     reference = make(config).float().eval()
     with torch.no_grad():
         for n, p in reference.state_dict().items():  # norms and biases too: ones and zeros would hide a swap
             one = n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in kind)
+            if group is HYBRIDS:  # states decay slowly: a wrong one is to be seen
+                one = {"norm.weight": 1, "A_log": -3}.get(n.partition("linear_attn.")[2], 0)
             p.normal_(int(one), 0.2)
     reference.save_pretrained(folder)
     if "Omni" in kind:
@@ -194,7 +232,15 @@ def make_target(folder: Path, name: str, **other):
         save_file(load_file(file) | more, file)
     if "MXFP4" in name:
         to_mxfp4(folder, reference)
+    if mtp:
+        add_mtp_layer(folder / "model.safetensors", "model." + "language_model." * (kind in EYES))
     return reference
+
+
+def converted(folder: Path, name: str, dtype: str = "keep", **other) -> tuple[torch.nn.Module, Path]:
+    """(The model of transformers, the folder that it is converted to) of a named model; see `make_target`."""
+    reference = make_target(folder / "in", name, **other)
+    return reference, convert(folder / "in", folder / "out", dtype=dtype, quiet=True)
 
 
 def top_tokens(reference, prompt: list[int], text: list[int]) -> list[int]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint.convert import convert
 from helpers.families import SIZES, H, V
 
 BASE = SIZES | {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64, "num_hidden_layers": 1}
@@ -81,6 +82,12 @@ def write_head(folder: Path, state: dict, config: dict) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
     return folder
+
+
+def add_heads(work: Path, target: Path, width: int, **changes) -> list[Path]:
+    """Convert random EAGLE-3 and EAGLE-1 heads for a converted target of this width -> their folders."""
+    made = {kind: make_head(kind, hidden=width, target=width, **changes) for kind in ("eagle3", "eagle")}
+    return [convert(write_head(work / kind, *head), target=target, quiet=True) for kind, head in made.items()]
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:

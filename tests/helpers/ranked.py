@@ -58,7 +58,7 @@ GREEDY_AND_SAMPLED = {}, {"temperature": 1.0, "seed": 9}
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts of a target and the heads in its folder: plain, drafted, sampled with each EAGLE head.
+    """Texts of a target and heads in its folder: plain, and drafted, greedy and sampled.
 
     With an MTP layer, all heads are sharded, and the texts are those of the kernels.
     """
@@ -72,7 +72,7 @@ def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     # Where inputs are rounded to bytes, sampled texts soon differ, and where depends on the processor.
     gather_logits = (ranks is None or ranks.count == 2) and folder.name != "w4a8"
     found["plain"] = texts(target, None, ({}, *[MODES["min-p"]] * gather_logits), FEW)
-    for kind in ("eagle3", "mtp", "eagle"):
+    for kind in ("eagle3", "mtp"):
         if (folder / kind).is_dir():
             drafter = HeadDrafter(load_head(folder / kind, target, kind), TREE)
             if has_mtp:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the layouts of Hugging Face and llama.cpp."""
+"""Tiny checkpoints in the layouts of Hugging Face and llama.cpp, and the command that converts them."""
 import json
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint.gguf import HEADS, INTERLEAVED
+from convert_checkpoint import main
 from helpers.heads import layer_shapes, make_head
 
 CONFIG = {
@@ -21,6 +22,12 @@ HEAD_CONFIG = {
     **CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 24, "rope_theta": None, "head_dim": None,
     "architectures": ["LlamaForCausalLMEagle3"],
 }
+
+
+def run(capsys, *argv) -> tuple[int, list[str]]:
+    """(Exit status, lines on stderr) of convert_checkpoint.py."""
+    code = main([str(a) for a in argv])
+    return code, capsys.readouterr().err.splitlines()
 
 
 def target_state(config=CONFIG, dtype=torch.float32, seed: int = 1) -> dict[str, torch.Tensor]:

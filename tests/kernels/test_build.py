@@ -1,19 +1,24 @@
-"""Building and loading the library of the CPU kernels: what goes wrong is one line and leaves nothing."""
+"""Building, loading and choosing kernels: what goes wrong is one line and leaves nothing."""
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.decoding import load
 
 from common.errors import InputError
-from kernels import build
-from kernels.isa import choose
+from engine.runtime import Runtime
+from engine.step import TORCH
+from kernels import build, choose, cpu, isa, quantized
+from kernels.gpu import device as gpu_device
+from tree import TreeShape
 
 
 @pytest.fixture(scope="module")
 def built():
     """A library for this machine."""
-    return build.build_library(choose(), lambda line: None)
+    return build.build_library(isa.choose(), lambda line: None)
 
 
 @pytest.fixture
@@ -26,10 +31,10 @@ def cached(built, tmp_path, monkeypatch):
 @pytest.mark.kernels
 def test_a_library_is_used_without_its_compiler(cached, monkeypatch):
     monkeypatch.setenv("CXX", "no-such compiler")
-    assert build.build_library(choose(), pytest.fail) == cached
+    assert build.build_library(isa.choose(), pytest.fail) == cached
     cached.unlink()
     with pytest.raises(build.NoKernels, match="the kernels need no-such; install it"):
-        build.build_library(choose(), pytest.fail)
+        build.build_library(isa.choose(), pytest.fail)
 
 
 def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
@@ -42,3 +47,75 @@ def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
     (tmp_path / f"eagle-kernels-{os.getuid()}").mkdir()
     with pytest.raises(InputError, match="belongs to another user"):
         build.writable_folder(build.CACHE)
+
+
+def test_one_line_and_the_text_of_pytorch(golden, monkeypatch, tmp_path):
+    """A compiler that is too old: it has a version, and fails."""
+    old = tmp_path / "old-g++"
+    old.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'error: unknown -std=c++20' >&2; exit 1; }\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cpu.CpuStep, "loaded", {})
+    lines, options = [], {"dtype": "fp32", "tree": "8,2,4"}
+    model = load(golden, "eagle3", say=lines.append, **options)
+    text = model.generate("Hello", max_new_tokens=24)
+    (line,) = (line for line in lines if not line.startswith("compiling the kernels for "))
+    assert "(error: unknown -std=c++20); set another CXX" in line
+    assert line.endswith(". Until then PyTorch decodes alone, which is slower")
+    same = load(golden, "eagle3", compile=False, **options).generate("Hello", max_new_tokens=24)
+    assert text.ids == same.ids and text.accept_lengths == same.accept_lengths and text.tau > 1
+
+
+# -- the choice of kernels for a GPU that is not here: a line says what it cannot do -------------------------
+
+
+GPU = torch.device("cuda:0")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(capability, multiply): pretend that there is one; `multiply` stands in for `torch._scaled_mm`."""
+    def pretend(capability, multiply):
+        monkeypatch.setattr(quantized, "FP8_DEVICES", set())
+        monkeypatch.setattr(gpu_device, "HAS_TRITON", True)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch, "_scaled_mm", multiply)
+        for name in ("zeros", "ones"):
+            make = getattr(torch, name)
+            monkeypatch.setattr(torch, name, lambda *size, device, make=make: make(*size))
+
+    return pretend
+
+
+def unsupported(*args, **options):
+    raise RuntimeError("NOT_SUPPORTED\nmore")
+
+
+@pytest.mark.parametrize("capability, multiply, has_fp8, said", (
+    ((8, 9), lambda *a, **o: None, True, []),
+    ((8, 9), unsupported, False, ["fp8 runs without tensor cores, which is slower (NOT_SUPPORTED)"]),
+    ((8, 6), unsupported, False, []),
+    ((7, 5), unsupported, False, [
+        "this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton"]),
+))
+def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
+    lines = []
+    gpu(capability, multiply)
+    chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
+    assert chosen is TORCH and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
+    assert gpu_device.runs_kernels(GPU) == (capability >= (8, 0))
+
+
+@pytest.mark.parametrize("dtype", ("fp16", "bf16"))
+def test_cublas_sums_in_float32(dtype):
+    flag = f"allow_{dtype}_reduced_precision_reduction"
+    setattr(torch.backends.cuda.matmul, flag, True)
+    Runtime(device="cpu", compile=False).prepare()
+    assert not getattr(torch.backends.cuda.matmul, flag)
+
+
+def test_trees_on_gpus():
+    """A small GPU is compute-bound at about 70 tokens in bf16: with the paper's tree drafting can lose."""
+    trees = [TORCH.default_tree(torch.device("cuda"), False, batch) for batch in (1, 12, 16, 24, 64)]
+    assert trees == [TreeShape(*s) for s in ((16, 4, 5), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2))]

@@ -1,6 +1,6 @@
 """Which instruction set is chosen."""
 import pytest
-from helpers.refusals import refused
+from helpers import refused
 
 from kernels import isa
 
@@ -13,15 +13,16 @@ NEOVERSE_N1 = CORTEX_A72 | {"asimddp", "asimdhp"}
 NEOVERSE_V1 = NEOVERSE_N1 | {"bf16", "i8mm", "sve"}
 
 
-@pytest.fixture(autouse=True)
-def no_variable(monkeypatch):
-    monkeypatch.delenv(isa.ISA_VARIABLE, raising=False)
-    monkeypatch.setattr(isa, "_amx_permitted", lambda: True)
+@pytest.fixture
+def on(monkeypatch):
+    """A function that pretends to run on a processor with these features, and EAGLE_ISA of this value."""
+    def pretend(features, variable="", amx_permitted=True) -> None:
+        monkeypatch.setattr(isa, "features", lambda: frozenset(features))
+        monkeypatch.setattr(isa, "vendor", lambda: isa.OTHER)
+        monkeypatch.setattr(isa, "_amx_permitted", lambda: amx_permitted)
+        monkeypatch.setenv(isa.ISA_VARIABLE, variable)
 
-
-def on(monkeypatch, features, vendor=isa.OTHER) -> None:
-    monkeypatch.setattr(isa, "features", lambda: frozenset(features))
-    monkeypatch.setattr(isa, "vendor", lambda: vendor)
+    return pretend
 
 
 @pytest.mark.parametrize("features, best", (
@@ -31,32 +32,23 @@ def on(monkeypatch, features, vendor=isa.OTHER) -> None:
     (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neondot"), (NEOVERSE_N1, "neondot"),
     (CORTEX_A72, "neon"),
 ))
-def test_the_best_one_is_chosen(monkeypatch, features, best):
-    on(monkeypatch, features)
+def test_the_best_one_is_chosen(on, features, best):
+    on(features)
     assert isa.choose().name == best == isa.available()[0] and isa.available()[-1] == "portable"
 
 
-def test_another_one_can_be_named(monkeypatch):
-    on(monkeypatch, ZEN4)
-    assert isa.choose("avx2").name == "avx2"
-    monkeypatch.setenv(isa.ISA_VARIABLE, "avx512")
-    assert isa.choose().name == "avx512" and isa.choose("portable").name == "portable"
-
-
-def test_what_cannot_be_chosen(monkeypatch):
-    on(monkeypatch, ZEN3)
-    with refused("--isa sse9: unknown; choose from amx, avx512bf16, "):
-        isa.choose("sse9")
-    with refused("--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"):
-        isa.choose("avxvnni")
-    monkeypatch.setenv(isa.ISA_VARIABLE, "avx512")
-    with refused("EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512vl"):
-        isa.choose()
-
-
-def test_tiles_that_linux_refuses(monkeypatch):
-    on(monkeypatch, SAPPHIRE_RAPIDS)
-    monkeypatch.setattr(isa, "_amx_permitted", lambda: False)
+def test_another_one_can_be_named(on):
+    """By flag or variable, if the processor has it and, for AMX, Linux permits it."""
+    on(ZEN4, "avx512")
+    assert [isa.choose(name).name for name in (None, "portable")] == ["avx512", "portable"]
+    on(SAPPHIRE_RAPIDS, amx_permitted=False)
     assert isa.choose().name == isa.available()[0] == "avx512bf16"
-    with refused("--isa amx: Linux does not permit AMX (5.16 or later does); choose "):
-        isa.choose("amx")
+    for features, name, variable, words in (
+        (ZEN3, "sse9", "", "--isa sse9: unknown; choose from amx, avx512bf16, "),
+        (ZEN3, "avxvnni", "", "--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"),
+        (ZEN3, None, "avx512", "EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512"),
+        (SAPPHIRE_RAPIDS, "amx", "", "--isa amx: Linux does not permit AMX (5.16 or later does); choose "),
+    ):
+        on(features, variable, amx_permitted=False)
+        with refused(words):
+            isa.choose(name)

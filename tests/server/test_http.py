@@ -3,9 +3,12 @@ import concurrent.futures
 import gzip
 import itertools
 import json
+import os
 import re
 import signal
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -65,6 +68,7 @@ REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     *(("/v1/chat/completions", {name: value}, f"{name}: not supported") for name, value in (
         ("functions", [TOOL["function"]]), ("function_call", {"name": "f"}), ("chat_template", "x"),
         ("include_stop_str_in_output", True), ("skip_special_tokens", False), ("typical_p", 0.5))),
+    ("/v1/completions", {"prompt": [[5] * 400]}, "prompt and output together can have at most 300 tokens"),
     ("/tokenize", {}, "give prompt or"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is not a"),
 ]
 
@@ -80,6 +84,7 @@ def test_bad_bodies_are_one_line_errors(server):
         assert found.status_code == 400 and error["type"] == "invalid_request_error", (path, body[:80])
         assert error["message"] and "\n" not in error["message"] and words in error["message"]
         assert "Value error" not in error["message"]
+        assert "at most 300" not in words or error["code"] == "context_length_exceeded"
 
 
 LIMITS = (
@@ -121,12 +126,8 @@ def test_requests_as_clients_send_them(server):
     for path, words in ("/v1/embeddings", "embeddings: not supported"), ("/v1/nothing/", "no such route"):
         found = server.post(path, input="x")
         assert found.status_code == 404 and words in found.json()["error"]["message"]
+    assert "model 'other' not found" in server.post(**CHAT, model="other").json()["error"]["message"]
     assert httpx.head(f"{server.url}/v1/completions").status_code == 405
-
-
-def test_tiny_temperatures_are_greedy(server):
-    found = [server.post(**CHAT | {"temperature": t, "top_p": 0.9}, max_tokens=20).json() for t in (0, 1e-38)]
-    assert found[0]["choices"] == found[1]["choices"]
 
 
 def test_null_and_unknown_fields_are_ignored(server):
@@ -314,3 +315,59 @@ def test_no_longer_than_the_grace_or_a_second_signal(golden, tmp_path, grace, si
             assert "shutting down" in answer.json()["error"]["message"]
         assert server.process.wait(30) == 0  # within the grace of 60 seconds
         assert "Traceback" not in server.printed()
+
+
+# -- a server on two ranks answers as one process does, and ends in order ------------------------------------
+
+
+ON_RANKS = (
+    "--speculate", "eagle3", "--tree", "8,2,3", "--slots", "3", "--max-seq-len", "300", "--dtype", "fp32"
+)
+BODIES = [
+    {"seed": 1, "max_tokens": 40}, {"seed": 2, "temperature": 1.0, "max_tokens": 30},
+    {"seed": 3, "temperature": 0.8, "top_p": 0.9, "max_tokens": 50, "stop": ["e"]},
+    {"seed": 4, "max_tokens": 1}, {"seed": 5, "max_tokens": 24, "response_format": {"type": "json_object"}},
+    {"seed": 6, "max_tokens": 60, "presence_penalty": 0.5, "logprobs": True, "top_logprobs": 2},
+]
+
+
+def answers(server) -> list[str]:
+    """All at once, on three places, while another client reads a little of a long text and goes."""
+    def ask(i: int) -> str:
+        messages = [{"role": "user", "content": f"tell me something about {i}"}]
+        answer = server.post(**{"messages": messages, "temperature": 0, **BODIES[i]}).json()
+        return answer["choices"][0]["message"]["content"]
+
+    with concurrent.futures.ThreadPoolExecutor(7) as pool, server.stream(**ENDLESS) as events:
+        found = pool.map(ask, range(len(BODIES)))
+        next(events)
+    return [*found]
+
+
+def test_answers_are_those_of_one_process(golden, server, tmp_path):
+    want = answers(server)
+    with serving(golden, tmp_path / "log", *ON_RANKS, ranks=2) as server:
+        bad = server.post("/v1/completions", prompt=[1, 99999], max_tokens=4)
+        assert bad.status_code == 400 and answers(server) == want and answers(server) == want
+        server.end()
+        printed = server.printed()
+    assert "2 ranks: each has" in printed and printed.count("ready ") == 1 and "error: " not in printed
+    assert "shutting down: finishing running requests" in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
+def test_a_rank_that_dies_ends_the_server(golden, tmp_path):
+    """A client that waits for an answer gets the reason why there is none."""
+    with serving(golden, tmp_path / "log", *ON_RANKS, ranks=2) as server:
+        pid = server.process.pid
+        ranks = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        (follower,) = (x for x in ranks if b"\0RANK=1\0" in Path(f"/proc/{x}/environ").read_bytes())
+        with server.stream(**ENDLESS) as events:
+            next(events)
+            os.kill(follower, signal.SIGKILL)
+            *_, reason, end = events
+        assert end == "[DONE]" and "the server is shutting down: " in reason
+        assert server.process.wait(60) != 0  # long before a collective would time out
+        printed = server.printed()
+        assert printed.count("error: rank 0 of 2 has lost another one") == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -1,14 +1,160 @@
-"""The training loop: batches, gradients."""
+"""Losses against their definitions, on heads that run as the decoder runs them; the training loop."""
+import dataclasses
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers.training import ROWS
+import torch.nn.functional as F
+from helpers.training import ROWS, loss_on, shaken
 
+from checkpoint.load import load_model
 from common.errors import InputError
+from kernels import isa
+from model import KVCache
+from networks.p_eagle import PEagleHead
+from networks.weights import own_state, twin
 from training.batches import batches
-from training.features import Features
+from training.features import Features, training_copy
 from training.heads import TRAINED, HeadShape, new_head
+from training.losses import STEP_DECAY, TOKEN_LOSS_WEIGHT, DraftLoss
 from training.processes import ProcessGroup
 from training.trainer import STATE, Plan, Trainer, save_state
+
+
+def test_losses_are_summed_with_their_shares():
+    """Gradients for what the lm_head reads and for itself, over more rows than a block holds."""
+    g = torch.Generator().manual_seed(3)
+    x, head = torch.randn(300, 8, generator=g), torch.randn(30, 8, generator=g)
+    teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
+    weight = torch.rand(300, generator=g)
+    x.requires_grad_(True), head.requires_grad_(True)
+    loss, overlap, right = DraftLoss.apply(x, head, teacher, places, weight, 0.7)
+    found = torch.autograd.grad(loss, (x, head))
+    logits, p = x @ head.T, teacher[places].softmax(-1)
+    q = logits.softmax(-1)
+    ce, lk = -(p * q.log()).sum(-1), -torch.minimum(p, q).sum(-1).log()
+    expected = ((0.3 * ce + 0.7 * lk) * weight).sum()
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(right, (logits.argmax(-1) == p.argmax(-1)).float()) and right.any()
+    torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).detach())
+    for a, b in zip(found, torch.autograd.grad(expected, (x, head))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def chain(head, features, ids: list[int], j: int, steps: int):
+    """Yield what the lm_head reads [H] at each step of a chain from position j, drafted with caches."""
+    caches, at = [KVCache(1, 64, head.args, torch.float32, "cpu")], torch.arange(j + 1)[None]
+    tokens, h = torch.tensor([ids[1 : j + 2]]), head.fuse(features[None, : j + 1])
+    for step in range(steps):
+        h = head(tokens, h, at, at, torch.arange(64) <= at[..., None], caches)[:, -1:]
+        yield h[0, 0]
+        at, tokens = torch.tensor([[j + step + 1]]), torch.tensor([[ids[j + step + 2]]])
+
+
+def block(head, features, ids: list[int], j: int):
+    """Return what the lm_head reads in a block after position j [K, H], drafted with caches."""
+    n, args, slots = j + 1, head.args, torch.arange(64)
+    caches, context = head.caches(1, 64, torch.float32, "cpu"), head.fuse(features[None, :n])
+    if isinstance(head, PEagleHead):
+        at = torch.arange(n + args.drafts - 1)[None]
+        hidden = head.fuse(head.mask_hidden[None, None]).expand(1, args.drafts - 1, -1)
+        tokens = torch.tensor([ids[1 : j + 2] + [args.mask_id] * (args.drafts - 1)])
+        h = head(tokens, torch.cat((context, hidden), 1), at, at, slots <= at[..., None], caches)
+        return head.rows(h)[0, -args.drafts :]
+    at = torch.arange(n + args.block)[None]
+    last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
+    visible, before = (slots <= x[..., None] for x in (last, at))
+    return head(torch.tensor([ids[j + 1]]), context, at, at, visible, caches, before=before)[0]
+
+
+def drafted(head, features, row: dict, steps: int):
+    """Yield (draft step, position j, what the lm_head reads) of every prediction that exists."""
+    for begin, end in row["answers"]:
+        for j in range(begin - 1, end - 2):
+            found = block(head, features, row["ids"], j) if head.args.drafts else chain(
+                head, features, row["ids"], j, steps)
+            for step, h in zip(range(end - 2 - j), found):
+                yield step, j, h
+
+
+SHAPES = {  # of block heads that are made here; a causal DFlash head is JetSpec's
+    "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
+    "dflash": HeadShape(num_layers=2, drafts=3, states=2),
+    "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
+    "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
+    "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
+    "dflash+window": HeadShape(num_layers=2, drafts=3, states=2),
+}
+
+
+@pytest.mark.parametrize("name", ("eagle", "eagle3", "eagle3+window", *SHAPES))
+def test_losses_are_the_drafters_rows(models, models1, name):
+    """All positions; cross-entropy, EAGLE-1's regression, what the Markov head adds and what the confidence
+    head costs. Every weight of a block head learns, and those that it borrows do not.
+    """
+    kind, _, variant = name.partition("+")
+    target, head = models1 if kind == "eagle" else models
+    if name in SHAPES:
+        head = shaken(new_head(target, kind, torch.arange(0, 320, 2), SHAPES[name], 0))
+        head.args = replace(head.args, causal=True) if variant == "causal" else head.args
+    else:
+        head = twin(head, target, torch.float32)
+    (head.layers[0] if kind in ("dflash", "dspark") else head.layer).window = 3 * (variant == "window")
+    args, ids, lk = head.args, head.draft_ids, 0.7 * (name in SHAPES)
+    objective = TRAINED[kind].objective(target, head, 4, lk=lk)
+    steps = objective.steps
+    losses = [torch.zeros(()) for _ in range(steps)]
+    right, valid, scored = [0] * steps, [0] * steps, [0] * steps
+    with torch.no_grad():
+        loss, hits, batch, states = loss_on(objective)
+        for state, row in zip(states.normed, ROWS):
+            teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
+            features = target.causal(torch.tensor([row["ids"]]), args.aux_layers)[1][0]
+            for i, j, h in drafted(head, features, row, steps):
+                valid[i] += 1
+                if row["ids"][j + 2 + i] not in ids:
+                    continue
+                scored[i] += 1
+                before, logits, p = torch.tensor(row["ids"][j + 1 + i]), head.logits(h), teacher[j + 1 + i]
+                if getattr(args, "markov_rank", 0):
+                    logits = logits + head.markov_logits(h, before)
+                right[i] += int(logits.argmax() == p.argmax())
+                entropy = -(p * logits.log_softmax(-1)).sum()
+                accepted = torch.minimum(p, logits.softmax(-1)).sum()
+                losses[i] = losses[i] + (1 - lk) * entropy - lk * accepted.log()
+                if kind == "eagle":
+                    regression = F.smooth_l1_loss(h, state[j + 1])
+                    losses[i] = losses[i] + regression - (1 - TOKEN_LOSS_WEIGHT) * entropy
+                if getattr(args, "confidence", False):
+                    confidence = head.confidence_logit(h, before)
+                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(confidence, accepted)
+    expected = sum(STEP_DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert batch.scored == scored and hits.tolist() == right and batch.valid == valid
+    # Both answers of the last row, nothing between them.
+    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] <= valid[0]
+    if name in SHAPES:
+        loss_on(objective)[0].backward()
+        own = {name: p for name, p in head.named_parameters() if p.requires_grad}
+        assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
+        assert target.embed.weight.grad is None
+
+
+# -- the target's states, in the dtype that this CPU multiplies sooner ---------------------------------------
+
+
+@pytest.mark.parametrize("fast", (False, True))
+def test_a_target_in_bfloat16(golden, monkeypatch, fast):
+    """It is computed in floats where these are faster."""
+    monkeypatch.setattr(isa, "features", lambda: {"avx512_bf16", "amx_bf16"} if fast else {"avx512_bf16"})
+    monkeypatch.setattr(isa, "vendor", lambda: isa.INTEL)
+    target, _ = load_model(golden, dtype=torch.bfloat16)
+    states = Features(training_copy(target), (1, 2, 3), dtype=torch.bfloat16)
+    assert states.compute([1, 2, 3]).normed.dtype == target.embed.dtype == torch.bfloat16
+    assert states.read(ROWS[:1]).features.dtype == (torch.bfloat16 if fast else torch.float32)
+
+
+# -- batches and gradients -----------------------------------------------------------------------------------
 
 
 def trainer(target, tmp_path, kind: str = "eagle3", number: int = 0, count: int = 1, **plan) -> Trainer:
@@ -51,3 +197,70 @@ def test_a_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         save_state(tmp_path, {"step": 2, "other": lambda: None})
     assert torch.load(tmp_path / STATE) == {"step": 1} and len([*tmp_path.iterdir()]) == 1
+
+
+# -- the heads that training starts from: new ones, and those that begin as others and draft as before -------
+
+
+MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
+
+
+def shaken_head(target, kind: str, shape: HeadShape):
+    """A head whose weights are not those of a new one."""
+    return shaken(new_head(target, kind, torch.arange(0, 320, 2), shape, 0))
+
+
+@pytest.mark.parametrize("kind", ("eagle3", "p-eagle", "dflash", "dspark"))
+@torch.no_grad()
+def test_it_drafts_as_the_other_one(models, kind):
+    """Though it reads features by their scale from now on. Layers and heads that are added add nothing."""
+    target, _ = models
+    old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
+    head = shaken_head(target, kind, old)
+    more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
+    begun = new_head(target, kind, head.draft_ids, more, 1, head)
+
+    one, other = (TRAINED[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
+    if getattr(begun.args, "confidence", False) and kind != "dspark":
+        begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
+    other.start = head
+    expected, right, _, states = loss_on(one)
+    lengths = torch.tensor([len(row["ids"]) for row in ROWS])
+    real = torch.arange(states.normed.shape[1]) < lengths[:, None]
+    other.learn_scale(states, real)
+    size = (states.features / other.scale)[:, 1:][real[:, 1:]].pow(2).mean(0)  # the first is a sink
+    torch.testing.assert_close(size, torch.ones_like(size), rtol=1e-4, atol=0)
+    found, same, *_ = loss_on(other, states)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(same, right)
+    assert not torch.equal(begun.fc.weight, head.fc.weight)
+    trained = other.trained()
+    for name, tensor in own_state(head).items():
+        torch.testing.assert_close(own_state(trained)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_p_eagle_begins_as_eagle3(models):
+    """Its first draft is that of the EAGLE-3 head."""
+    target, head = models
+    begun = new_head(target, "p-eagle", head.draft_ids, MARKOV, 1, head)
+    assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
+    assert begun.mask_hidden.any()
+    one, other = (TRAINED[kind].objective(target, x, 1) for kind, x in (("eagle3", head), ("p-eagle", begun)))
+    assert loss_on(one)[1][0] == loss_on(other)[1][0]
+
+
+def test_another_vocabulary(models):
+    """Rows that the other head has are its own. The rest are the target's, turned as its own best are."""
+    target, _ = models
+    head, ids = shaken_head(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
+    head.lm_head.weight.data = 0.5 * head.lm_head.weight.roll(1, 1)  # for states of its own
+    turn = torch.linalg.lstsq(target.lm_head_weight[::2].double(), head.lm_head.weight.double()).solution
+    begun, known = new_head(target, "dspark", ids, MARKOV, 1, head), ids % 2 == 0
+    assert torch.equal(begun.draft_ids, ids) and begun.args.draft_vocab_size == 5
+    foreseen = (target.lm_head_weight[ids].double() @ turn).float()
+    torch.testing.assert_close(begun.lm_head.weight[~known], foreseen[~known], rtol=0, atol=2e-3)
+    for name in "lm_head", "markov_out":
+        rows, old = (getattr(x, name).weight for x in (begun, head))
+        assert torch.equal(rows[known], old[ids[known] // 2])
+    assert not begun.markov_out.weight[~known].any()

@@ -1,0 +1,226 @@
+"""Drafters without a head: a smaller model, PARD, lookahead, and two drafters joined."""
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import edit
+from helpers.decoding import drafts, ids, load, plain, prompts, watched
+from helpers.drafters import make_drafter, small_models
+from helpers.states import paths, random_tree
+from safetensors.torch import load_file, save_file
+
+from drafters.draft_model import DraftModel
+from drafters.lookahead import Lookahead
+from drafters.mixed import Mixed, join
+from drafters.pard import Pard
+from engine.draft import HeadDrafter
+from engine.drafting import Drafting
+from engine.engine import Engine
+from engine.sampling import Sampling
+from tree import Tree, TreeShape
+
+CHAIN = TreeShape(5, 3, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_target_itself_is_never_wrong(models, temperature):
+    """Every token it drafts is accepted, also with noise, and where a conversation goes on in kept caches: it
+    reads what the target reads, where the target reads it. This is the whole of the drafter's book-keeping.
+    """
+    engine = Engine(models[0], DraftModel(models[0], CHAIN), chunks=(8,), max_seq_len=250, compile=False)
+    text = prompt = [256, *range(97, 120)]
+    for _ in range(3):
+        request, = engine.generate([text], Sampling(41, temperature, seed=5))
+        assert set(request.accept_lengths[:-1]) == {CHAIN.max_commit}
+        assert request.cached == 0 if text is prompt else request.cached > len(text) - 8
+        assert [request.ids] == ids(plain(models), [text], Sampling(41, temperature, seed=5))
+        text = [*request.tokens, 50, 51, 52]
+
+
+@pytest.mark.parametrize("rows", [288, 352])
+def test_other_rows_after_the_last_id(golden, llm, tmp_path, rows):
+    """As Qwen2.5 0.5B has, beside 7B: ids are the same, and the target itself is never wrong."""
+    shutil.copytree(golden, folder := tmp_path / "draft")
+    state = load_file(golden / "model.safetensors")
+    kept = torch.arange(rows).clamp(max=319)
+    save_file(state | {n: state[n][kept] for n in ("embed.weight", "lm_head.weight") if n in state},
+              folder / "model.safetensors")
+    edit(folder, vocab_size=rows)
+    request, = llm.target.engine(Drafting("draft-model", folder, tree=CHAIN)).generate(
+        [[256, *range(97, 120)]], Sampling(21))
+    assert set(request.accept_lengths[:-1]) == {CHAIN.max_commit}
+
+
+def test_a_parallel_draft_model(models, golden, tmp_path, llm):
+    """Its chains are the model's top tokens after mask tokens; its folder says which token that is."""
+    target, _ = models
+    engine = Engine(target, Pard(target, CHAIN, mask_id=7), chunks=(8,), max_seq_len=250, compile=False)
+    steps = watched(engine, [256, *range(97, 120)], Sampling(20))
+    for text, drawn in steps:
+        x, _ = target.causal(torch.tensor([text + [7] * 3]))
+        assert drawn.tokens[1:] == target.logits(x[0, -4:]).argmax(-1).tolist()
+    shutil.copytree(golden, folder := tmp_path / "draft")
+    edit(folder, pard_token=7)
+    drafter = llm.target.engine(Drafting("draft-model", folder)).drafter
+    assert len(steps) > 3 and isinstance(drafter.resizable_part, Pard) and drafter.resizable_part.mask_id == 7
+
+
+# -- lookahead against a plain program of lists --------------------------------------------------------------
+
+
+class Lists:
+    """The algorithm for one sequence, as published: dictionaries and lists."""
+
+    def __init__(self, target, rows: list[list[int]], level: int, guesses: int):
+        self.target, self.rows, self.level, self.guesses, self.pool = target, rows, level, guesses, {}
+
+    def learn(self, text: list[int]) -> None:
+        """Guess what follows each column, with what stands before it in row 0."""
+        first, new = [text[-1], *self.rows[0][1:]], []
+        for c, token in enumerate(first):
+            read = text + first[1 : c + 1] + [row[c] for row in self.rows[1:]]
+            new.append(int(self.target.logits(self.target.causal(torch.tensor([read]))[0][0, -1]).argmax()))
+            known = self.pool.setdefault(token, [])
+            gram = [*(row[c] for row in self.rows[1:]), new[c]]
+            if gram in known:
+                known.remove(gram)
+            known.append(gram)
+            del known[: -self.guesses]
+        self.rows = [*self.rows[1:], new]
+
+    def check_window(self, drafted: dict[tuple, int], right: int) -> None:
+        """Each cell stands below the one above it, row 0 is a path below the root."""
+        for r, row in enumerate(self.rows):
+            for c, token in list(enumerate(row))[r == 0 :]:
+                assert drafted[(right,) * c + (right + 1,) * r] == token
+
+    def tree(self, root: int) -> list[list[int]]:
+        known = self.pool.get(root, [])
+        return [[root] * (self.level - 1)] * (self.guesses - len(known)) + known
+
+
+@pytest.mark.parametrize("window, level, guesses", [(7, 5, 7), (3, 3, 2), (1, 4, 1)])
+def test_every_step_is_that_of_lists(window, level, guesses):
+    """Over five tokens, so that columns begin alike and repeat; texts at random, one after the other."""
+    target = small_models(5)[0]
+    drafter, whole = Lookahead(5, window, level, guesses), 0
+    engine = Engine(target, drafter, max_seq_len=100, compile=False)
+    for seed, prompt in enumerate(([0, 1, 2, 3], [1, 2])):
+        engine.admit(prompt, Sampling(60, 1.0, seed=seed), watch=True)
+        text, lists = list(prompt), Lists(target, drafter.window[0].tolist(), level, guesses)
+        assert {token for row in lists.rows for token in row} <= {*prompt}
+        while engine.busy:
+            for event in engine.step():
+                if event.draft:
+                    paths = drafter.shape.paths
+                    drafted = dict(zip(paths, event.draft.tokens[1:]))
+                    chains = [[drafted[(c,) + (0,) * i] for i in range(level - 1)] for c in range(guesses)]
+                    lists.check_window(drafted, guesses)
+                    assert chains == lists.tree(text[-1])
+                    whole += chains[0] != [text[-1]] * (level - 1)
+                    lists.learn(text)
+                    assert drafter.window[0].tolist() == lists.rows
+                text += event.ids
+    assert whole > 10
+
+
+# -- two drafters on one tree: what is joined, in which order, by which confidence ---------------------------
+
+
+def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:
+    """The score of each path, the best one where two nodes have the same."""
+    found = {}
+    for path, score in zip(paths(tree.tokens[b].tolist(), tree.parent[b].tolist()), tree.scores[b].tolist()):
+        found[path] = max(score, found.get(path, -9e9))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_of_both_are_joined(seed):
+    one, other = random_tree(9, 4, seed), random_tree(7, 3, seed + 100)
+    joined, twice = join(one, other, 10, 4), join(one, one, 10, 4)
+    for b in range(2):
+        both = scored(other, b)
+        for path, score in scored(one, b).items():
+            both[path] = max(score, both.get(path, -9e9))
+        best = sorted(both, key=both.get, reverse=True)[:10]
+        assert scored(joined, b) == pytest.approx({path: both[path] for path in best})
+        by_node = paths(joined.tokens[b].tolist(), joined.parent[b].tolist())
+        assert joined.depth[b].tolist() == [len(path) for path in by_node]
+        # Equal nodes leave places: what fills them is a guess like any other.
+        assert scored(one, b).keys() <= scored(twice, b).keys()
+
+
+@pytest.mark.parametrize("temperature, which", ((0.2, 0), (0.2, 1), (1.0, 0), (1.0, 1)))
+def test_the_surer_one_drafts_as_if_it_were_alone(models, models1, temperature, which):
+    """From the features of its own layers, with noise at all levels, also if those are more than nodes."""
+    trees = []
+    for joint in (False, True):
+        parts = HeadDrafter(models[1], TreeShape(6, 7, 2)), HeadDrafter(models1[1], TreeShape(6, 2, 3))
+        parts[1 - which].sampled_score_factor = 1e6
+        engine = Engine(models[0], Mixed(*parts) if joint else parts[which], max_seq_len=90, compile=False)
+        steps = drafts(engine, list(range(97, 120)), Sampling(30, temperature, seed=3))
+        trees.append([set(paths(draft.tokens, draft.parent)) for draft in steps])
+    assert trees[0] == trees[1] and len(trees[0]) > 5
+
+
+# -- a head that attends to the last tokens of a text only ---------------------------------------------------
+
+
+KINDS = ("eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark")
+WINDOW = 20
+PROMPT = prompts(1, seed=3, shortest=90, longest=90)[0]
+
+
+@pytest.fixture(params=KINDS)
+def drafter(request, models, models1) -> HeadDrafter:
+    return make_drafter(request.param, *models, models1[1], lambda model: None)
+
+
+def engine_of(target, drafter: HeadDrafter, window: int) -> Engine:
+    """An engine whose drafter is a copy, with this window."""
+    head = copy.deepcopy(drafter.head)
+    head.use_target(target)
+    head.set_sliding_window(window)
+    own = type(drafter)(head, drafter.shape)
+    return Engine(target, own, max_seq_len=300, compile=False, chunks=(16,))
+
+
+def test_the_default_is_what_a_head_was_trained_on(golden, tmp_path):
+    folder = shutil.copytree(golden, tmp_path / "target")
+    config = folder / "eagle3" / "config.json"
+    for trained, length, given, window in (
+        (40, 200, {}, 40), (40, 30, {}, 0), (40, 200, {"window": 0}, 0), (40, 200, {"window": 50}, 50),
+        (0, 200, {"window": 50}, 50), (0, 200, {}, 0),
+    ):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window": trained}))
+        llm = load(folder, "eagle3", compile=False, max_seq_len=length, **given)
+        assert llm.engine.drafter.head.layer.window == window
+
+
+def test_a_window_as_long_as_the_text_changes_no_draft(models, drafter):
+    whole, windowed = (
+        [draft[:3] for draft in drafts(engine_of(models[0], drafter, window), PROMPT, Sampling(16))]
+        for window in (0, 300)
+    )
+    assert whole == windowed and any(len(draft[2]) > 1 for draft in whole)
+
+
+def test_what_is_outside_the_window_changes_no_draft(models, drafter):
+    """Keys and values that the last rows cannot see, not even by layers: other ones draft the same."""
+    found = []
+    for window, forgotten in ((WINDOW, False), (WINDOW, True), (0, True)):
+        engine = engine_of(models[0], drafter, window)
+        request = engine.admit(PROMPT, Sampling(30), watch=True)
+        while not request.ids:
+            engine.step()
+        if forgotten:
+            for buffer in engine.drafter.caches.buffers():
+                buffer[:, : len(PROMPT) - WINDOW - 2] = 9.0
+        found.append([])
+        while len(found[-1]) < 3:
+            found[-1] += [event.draft for event in engine.step() if event.draft]
+    seen, same, whole = found
+    assert seen == same and [draft.scores for draft in seen] != [draft.scores for draft in whole]
