@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 class Method(NamedTuple):
     """A method of --speculate.
 
-    module: function that builds the drafter from an `engine.drafting.Setup`; "" for plain decoding. draft:
-    kind of the checkpoint that --draft names; None: the method takes neither --draft nor --tree. resizable:
-    it drafts trees of any size and takes --draft-window.
+    module: function that builds the drafter from a `engine.drafting.DrafterSetup`; "" for plain decoding.
+    draft: kind of the checkpoint that --draft names; None: the method takes neither --draft nor --tree.
+    resizable: it drafts trees of any size and takes --draft-window.
     """
 
     module: str
@@ -88,12 +88,10 @@ HEAD_OPTIONS = {
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
 }
-# A target's pass without a cache, for training and scoring.
-CAUSAL = "families.mixed:causal"
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
 CACHES = {"fp8": "kernels.float8:Float8Caches"}
 CHECK_KV = "kernels.choose:check_kv"
-STEPS = "kernels.choose:choose_backend"  # the `Step` of a device
+BACKENDS = "kernels.choose:choose_backend"  # the `Backend` of a device
 SCHEDULER = "schedulers.cost_model:schedule"
 QUANTIZE = "kernels.quantized:quantize_at_load"  # quantizes a 16-bit head
 ISA = "kernels.isa:choose"
@@ -105,22 +103,8 @@ SHARDED = "checkpoint.sharded:load_shard"
 JOIN_RANKS = "engine.ranks:join_ranks"
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
-# Files of other formats that `checkpoint/source.py` opens, by suffix.
-SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
-FILE_KINDS = "checkpoint.gguf:kind_of_file"  # what such a file holds, in words
-DEQUANTIZE = "checkpoint.published:dequantized"  # for folders with a `quantization_config`
-# Keeps quantized matrices as stored.
-AS_STORED = "checkpoint.as_stored:as_stored"
-# Readers of published heads by kind: (source, kind, target, options) -> ReadHead.
-HEAD_READERS = {
-    **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),
-    **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
-    **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
-}
 CONVERT = "engine.conversion:convert_if_needed"  # converts other formats before loading
 HOW_TO_CONVERT = "checkpoint.folder:how_to_convert"  # text for errors
-# Architectures and head layouts that `checkpoint/convert.py` does not read itself.
-FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 # Functions of gate and up projections, in addition to silu.
 ACTIVATIONS = {
     "gelu_tanh": "families.activations:gelu_tanh", "clamped_swiglu": "families.activations:clamped_swiglu",

@@ -18,7 +18,7 @@ from common import STARTED
 from common.cli import Options, command, is_distributed, note, positive, seed, within
 from common.errors import InputError
 from common.files import read_text
-from engine.drafting import MAX_TREE_NODES, Drafting, add_drafting
+from engine.drafting import MAX_TREE_NODES, DraftOptions, add_drafting
 
 if TYPE_CHECKING:
     from engine.sampling import Sampling
@@ -184,8 +184,8 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
 
     began = time.perf_counter()
     batch = min(max(1, len(prompts)), o.batch_size or 16)
-    llm = LLM(o.checkpoint, Drafting.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
-              ranks=ranks, verify=o.verify, **vars(runtime))
+    llm = LLM(o.checkpoint, DraftOptions.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len,
+              log=note, ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; KV cache of {engine.batch}"
          f" x {engine.runner.cache_slots} tokens, up to {engine.runner.cache_bytes / 1e9:.2f} GB")

@@ -72,17 +72,15 @@ class Head(nn.Module):
     def use_target(self, target: Transformer) -> None:
         """Share the target's embedding table and lm_head where the checkpoint has none."""
         if self.lm_head is None:
-            if self.args.tie_embeddings and self.embed is not None:
-                self.lm_head = self.embed
-            else:
-                self.lm_head = target.embed if target.lm_head is None else target.lm_head
+            tied = self.args.tie_embeddings and self.embed is not None
+            self.lm_head = self.embed if tied else target.output_layer
         if self.embed is None:
             self.embed = target.embed
         if self.reads_normed:
             self.target_norm = target.norm
 
     def set_sliding_window(self, tokens: int) -> None:
-        """Set the sliding window of all layers, in tokens; 0: none. Call it before `Step.prepare`."""
+        """Set the sliding window of all layers, in tokens; 0: none. Call it before `Backend.prepare`."""
         for block in self.modules():
             if isinstance(block, Block):
                 block.window = tokens
@@ -193,12 +191,3 @@ class Eagle3Head(Head):
     def logits_of_residual(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> float32 draft logits [..., Vd]."""
         return self.lm_head.logits(self.norm(x))
-
-
-def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers whose inputs feed an EAGLE-3 head unless its config says otherwise.
-
-    Layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
-    "outputs of layers 1, L//2-1, L-4".
-    """
-    return 2, num_layers // 2, num_layers - 3

@@ -24,14 +24,14 @@ import extensions
 from checkpoint.load import is_converted
 from common.errors import InputError, counted
 from common.schema import Schema, as_python, whole, with_options
-from engine.drafting import AUTO, Drafting
+from engine.drafting import AUTO, DraftOptions
 from engine.request import Event, Prompt, Request, encode
 from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import Target, load_target
 
 ARGUMENTS = {
-    "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
+    "checkpoint": str | Path, "speculate": str | InstanceOf[DraftOptions], "draft": str | Path | None,
     "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "log": Callable,
 }
 ENDINGS = {"stop": "stop", "length": "--max-new-tokens reached", "cache": "--max-seq-len reached",
@@ -45,7 +45,7 @@ class LLM:
 
     - checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. model is
       another name for it.
-    - speculate: a method such as "eagle3", or a `Drafting`; None is "none". "auto" takes the head in the
+    - speculate: a method such as "eagle3", or a `DraftOptions`; None is "none". "auto" takes the head in the
       checkpoint's folder and prompt lookup, each where it reduces latency.
     - draft: the head (default CHECKPOINT/KIND) or draft model, named like a checkpoint
     - tree: as --tree
@@ -61,7 +61,7 @@ class LLM:
     """
 
     def __init__(
-        self, checkpoint: str | Path | None = None, speculate: str | Drafting | None = AUTO, *,
+        self, checkpoint: str | Path | None = None, speculate: str | DraftOptions | None = AUTO, *,
         model: str | Path | None = None,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
@@ -72,9 +72,9 @@ class LLM:
                              " file")
         checkpoint, speculate = checkpoint or model, "none" if speculate is None else speculate
         ARGUMENT_SCHEMA.check(locals())
-        if isinstance(speculate, Drafting) and (draft or tree):
-            raise InputError("draft and tree are fields of Drafting: set them there, or name a method")
-        drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
+        if isinstance(speculate, DraftOptions) and (draft or tree):
+            raise InputError("draft and tree are fields of DraftOptions: set them there, or name a method")
+        drafting = speculate if isinstance(speculate, DraftOptions) else DraftOptions(speculate, draft, tree)
         runtime = with_options(Runtime, runtime_options, ARGUMENTS)
         runtime.prepare()  # raises on invalid options before a long conversion
         folder = Path(checkpoint)

@@ -228,7 +228,7 @@ class KVCache(nn.Module):
 
 
 class KVCaches(nn.ModuleList):
-    """The KV caches of a model, one `Layer` per layer. A backend may replace the class (`Step.caches`)."""
+    """The KV caches of a model, one `Layer` per layer. A backend may replace the class (`Backend.caches`)."""
 
     Layer = KVCache
     dtype = None  # of the buffers; None: the model's
@@ -525,8 +525,8 @@ class Transformer(nn.Module):
     """A target: embedding, layers, final norm, lm_head.
 
     - Args, Layer, Caches: classes of its shape, layers and KV caches
-    - backend: the `engine.step.Step` that it was prepared for, or None; runs_on_backend: all of its layers
-    run there
+    - backend: the `engine.runtime.Backend` that it was prepared for, or None
+    - runs_on_backend: all of its layers run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
     - ranks: the tensor-parallel group, or None
     - make_sharded_step(step, model): makes the step of a sharded model; None without ranks
@@ -610,15 +610,11 @@ class Transformer(nn.Module):
             features.append(x)
         return x, torch.cat(features, dim=-1) if features else None
 
-    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Run `forward` over complete sequences [B, T], for training and scoring."""
-        return extensions.load(extensions.CAUSAL)(self, tokens, aux_layers)
-
     @property
-    def lm_head_weight(self) -> Tensor:
-        """The lm_head's weight [V, H]: the embedding's if the two are tied."""
-        return (self.embed if self.lm_head is None else self.lm_head).weight
+    def output_layer(self) -> Linear | Embedding:
+        """The lm_head; the embedding if the two are tied."""
+        return self.embed if self.lm_head is None else self.lm_head
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> logits [..., V] in float32."""
-        return (self.embed if self.lm_head is None else self.lm_head).logits(self.norm(x))
+        return self.output_layer.logits(self.norm(x))

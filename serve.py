@@ -16,7 +16,7 @@ from functools import partial
 from common import STARTED
 from common.cli import Options, command, is_distributed, is_main_rank, note, within
 from common.errors import InputError
-from engine.drafting import AUTO, Drafting, add_drafting
+from engine.drafting import AUTO, DraftOptions, add_drafting
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
@@ -91,7 +91,7 @@ def run(o) -> None:
     from engine.runtime import open_runtime
 
     listener = listen(o.host, o.port) if is_main_rank() else None  # before seconds are spent on loading
-    with open_runtime(o, Drafting.from_options(o).tree) as (runtime, ranks):
+    with open_runtime(o, DraftOptions.from_options(o).tree) as (runtime, ranks):
         start(o, runtime, listener, ranks)
 
 
@@ -107,8 +107,8 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
 
     slots = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     make_engine = partial(largest_engine, smallest=slots if o.slots or ranks else 1)
-    llm = LLM(o.checkpoint, Drafting.from_options(o), batch_size=slots, max_seq_len=o.max_seq_len, log=note,
-              ranks=ranks, verify=o.verify, make_engine=make_engine, **vars(runtime))
+    llm = LLM(o.checkpoint, DraftOptions.from_options(o), batch_size=slots, max_seq_len=o.max_seq_len,
+              log=note, ranks=ranks, verify=o.verify, make_engine=make_engine, **vars(runtime))
     engine, checkpoint = llm.engine, llm.target.checkpoint
     batch = engine.batch
     if llm.tokenizer is None:

@@ -171,8 +171,7 @@ class Growth:
 
         costs: keep fewer, those whose expected gain exceeds their cost. step: an `engine.step.Step`.
         """
-        return step.dispatch(
-            prune_candidates, root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs)
+        return step.prune(root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs)
 
 
 def prune_candidates(

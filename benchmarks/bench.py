@@ -25,7 +25,7 @@ from common.cli import note, positive, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
 from evaluation.answers import rotated  # noqa: E402
-from kernels.cpu import CpuStep  # noqa: E402
+from kernels.cpu import CpuBackend  # noqa: E402
 from kernels.isa import cpuinfo  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -73,7 +73,7 @@ def run(p: argparse.ArgumentParser, action: Callable, argv: list[str] | None) ->
 
 def last_isa() -> str | None:
     """Return the instruction set of the CPU kernels loaded last, None before any were."""
-    return next(reversed(CpuStep.loaded), None)
+    return next(reversed(CpuBackend.loaded), None)
 
 
 def describe(o: argparse.Namespace) -> dict:

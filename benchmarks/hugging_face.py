@@ -36,7 +36,7 @@ def as_llama(target: Transformer):
         raise InputError("transformers: this target is no LLaMA, or has windows")
     weights = {
         "model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight,
-        "lm_head.weight": target.lm_head_weight,
+        "lm_head.weight": target.output_layer.weight,
     }
     q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     for i, layer in enumerate(target.layers):

@@ -18,13 +18,12 @@ from shapes import random_models
 import extensions
 from common.cli import note
 from engine.draft import Drafter, HeadDrafter
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.graphs import CapturedCalls
 from engine.request import encode
-from engine.runtime import Runtime
+from engine.runtime import TORCH_BACKEND, Runtime
 from engine.sampling import Sampling
-from engine.step import TORCH
 from engine.target import Target, load_target
 from head import Head
 from kernels.choose import choose_backend
@@ -81,7 +80,7 @@ class Model:
         """
         target = self.target if stops else replace(self.target, config=self.target.config | {"stop_ids": []})
         if self.head is None:
-            drafting = Drafting(method, draft=draft, tree=tree, window=window)
+            drafting = DraftOptions(method, draft=draft, tree=tree, window=window)
             engine = target.engine(drafting, batch=batch, max_seq_len=max_seq_len)
         else:
             drafter = None if method == "none" else HeadDrafter(self.head, tree)
@@ -96,7 +95,7 @@ class Model:
     def slot_batch(self, method: str, tree: TreeShape | None, slots: int, max_seq_len: int) -> SlotBatch:
         """Return a decoder whose requests come and go, as a server's."""
         engine = self.target.engine(
-            Drafting(method, tree=tree), batch=slots, max_seq_len=max_seq_len, serves=True
+            DraftOptions(method, tree=tree), batch=slots, max_seq_len=max_seq_len, serves=True
         )
         return SlotBatch(engine)
 
@@ -145,18 +144,18 @@ class Runner:
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
         """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
-        d, rows, backend = self.engine, self.engine.drafter.shape.nodes, self.engine.runner.device_step
+        d, rows, step = self.engine, self.engine.drafter.shape.nodes, self.engine.runner.device_step
         length = torch.full((d.batch,), context, device=d.device)
         own = length[:, None] + torch.arange(rows, device=d.device)
         slots = torch.arange(context + rows, device=d.device)
         caches, sees = d.target.caches(d.batch, len(slots)), torch.ones_like(own[..., None] == own[:, None])
 
         def verify() -> None:
-            visible = backend.mask(slots, length, sees)
+            visible = step.mask(slots, length, sees)
             x, _ = d.target(own % 2, own, own, visible, caches, d.drafter.aux_layers)
-            backend.draw(d.target.logits(x), None)
+            step.draw(d.target.logits(x), None)
 
-        with backend.threads():
+        with d.runner.threads():
             return bench.median_seconds(captured(verify, d.device), d.device, repeat)
 
 
@@ -209,7 +208,7 @@ def load(
     backend = choose_backend(
         where.device_name, where.compile and where.kernels, where.isa, note, where.kv == "int8"
     )
-    if where.on_kernels and backend is TORCH:
+    if where.on_kernels and backend is TORCH_BACKEND:
         where = replace(where, compile=False)
     target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note, backend)
     target.prepare_models(weights)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common.cli import note
 from common.errors import InputError, first_line
 from kernels.choose import choose_backend
-from kernels.cpu import CpuStep
+from kernels.cpu import CpuBackend
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 from kernels.stored import four_bits
@@ -42,7 +42,7 @@ def weights_of(o) -> list[Tensor]:
     linears = [m for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     if len(linears) < target.args.num_layers:
         raise InputError(f"{o.checkpoint}: is quantized; name the checkpoint before quantization")
-    return [linear.weight for linear in linears] + [target.lm_head_weight]
+    return [linear.weight for linear in linears] + [target.output_layer.weight]
 
 
 def int8pack(weight: Tensor) -> Callable:
@@ -52,7 +52,7 @@ def int8pack(weight: Tensor) -> Callable:
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
 
 
-def unquantized(backend: CpuStep, weight: Tensor) -> PackedLinear:
+def unquantized(backend: CpuBackend, weight: Tensor) -> PackedLinear:
     """Return our CPU product with bf16 weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -76,7 +76,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
             products[f"ours {name}"] = layers
         return products
     for wanted in o.isa or [None]:
-        backend = CpuStep.load(wanted, note)
+        backend = CpuBackend.load(wanted, note)
         products[f"{backend.name} whole"] = [unquantized(backend, w) for w in weights]
         for name, mode in modes.items():
             layers = [QuantizedLinear.from_weight(w, None, mode) for w in weights]

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from checkpoint.dense import eagle3_aux_layers
 from checkpoint.load import class_of
 from common.errors import InputError
 from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
 from families.hybrid import HybridArgs
-from head import Eagle3Head, Head, HeadArgs, eagle3_aux_layers
+from head import Eagle3Head, Head, HeadArgs
 from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
 from model import ModelArgs, Transformer, meta_modules
 

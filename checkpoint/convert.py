@@ -54,6 +54,9 @@ from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
 from tokens.tokenizer import Tokenizer
 
+# Architectures and head layouts that this file does not read itself.
+FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
+AS_STORED = "checkpoint.as_stored:as_stored"  # keeps quantized matrices as stored
 # Buffers that old checkpoints carry and that follow from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
@@ -80,7 +83,7 @@ def convert(
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
     kind = layout = layout_of(source)
     if layout is None:
-        kind, source = extensions.load(extensions.HEAD_LAYOUTS).identify(source, bool(target))
+        kind, source = extensions.load(HEAD_LAYOUTS).identify(source, bool(target))
     if (kind == "target") == bool(target):
         what = "no draft head, which alone has a" if target else "a draft head, which needs --target, its"
         raise InputError(f"{source.path}: is {what} converted target")
@@ -92,7 +95,7 @@ def convert(
         parts = plan_target(source, cast_to)
     weights = {tensor.name: math.prod(tensor.shape) for tensor in parts[""][1]}
     if not target and cast_to is None and any(entry.quantized for entry in source.tensors.values()):
-        parts[""] = extensions.load(extensions.AS_STORED)(*parts[""])
+        parts[""] = extensions.load(AS_STORED)(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)
 
@@ -121,7 +124,7 @@ def convert(
 def is_head(checkpoint: str | Path) -> bool:
     """Return whether a checkpoint that is not converted is a draft head. Raises InputError."""
     source = open_source(resolve_source(checkpoint))
-    return bool(layout_of(source) or extensions.load(extensions.HEAD_LAYOUTS).kind_of(source))
+    return bool(layout_of(source) or extensions.load(HEAD_LAYOUTS).kind_of(source))
 
 
 def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: str | Path) -> Tokenizer | None:
@@ -201,7 +204,7 @@ def family_of(source: Source) -> Family:
     """Return the family of a target. Raises InputError if none has this name."""
     if source.architecture in DENSE and is_plain(source.config):
         return DENSE[source.architecture]
-    return extensions.load(extensions.FAMILIES).family_of(source.path, source.architecture)
+    return extensions.load(FAMILIES).family_of(source.path, source.architecture)
 
 
 def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
@@ -245,7 +248,7 @@ def plan_head(
     if layout and options == HeadOptions():
         head = read_eagle(source, layout, target_args)
     else:
-        head = extensions.load(extensions.HEAD_LAYOUTS).read_layout(source, target_args, options)
+        head = extensions.load(HEAD_LAYOUTS).read_layout(source, target_args, options)
     config, tensors = dict(head.config), dict(head.tensors)
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     config["own_embedding"] = embed is not None and not _equals_target(embed, target, "embed.weight")

@@ -13,7 +13,6 @@ from checkpoint.source import Entry, Source
 from checkpoint.writer import Planned
 from common.errors import InputError
 from common.schema import ABSENT, InvalidValue
-from head import eagle3_aux_layers
 from model import LLAMA3_ROPE_FIELDS, ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
@@ -286,3 +285,12 @@ def draft_vocab_size(config: dict, tensors: dict[str, Entry], vocab_size: int) -
     """Return the size of the draft vocabulary: the config's, the lm_head's, or the target's."""
     lm_head = tensors.get("lm_head.weight")
     return config.get("draft_vocab_size") or (lm_head.shape[0] if lm_head else vocab_size)
+
+
+def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers whose inputs feed an EAGLE-3 head unless its config says otherwise.
+
+    Layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
+    "outputs of layers 1, L//2-1, L-4".
+    """
+    return 2, num_layers // 2, num_layers - 3

@@ -22,6 +22,7 @@ from checkpoint.dense import (
     HeadOptions,
     NameTable,
     ReadHead,
+    eagle3_aux_layers,
     eagle_fields,
     with_head_dim,
     with_prefix,
@@ -29,7 +30,6 @@ from checkpoint.dense import (
 from checkpoint.layouts import MARKOV
 from checkpoint.source import Entry, Source
 from common.errors import InputError
-from head import eagle3_aux_layers
 from model import ModelArgs
 
 FIRST_LAYER = "layers.0."  # prefix of the first layer; SafeAILab and SGLang use MIDLAYER

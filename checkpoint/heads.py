@@ -1,6 +1,6 @@
 """Recognize the kind of a draft head in any layout, and read it.
 
-`extensions.HEAD_READERS` has the reader of each kind, `extensions.HEADS` its network.
+`HEAD_READERS` has the reader of each kind, `extensions.HEADS` its network.
 """
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
 
+# By kind: (source, kind, target, options) -> ReadHead.
+HEAD_READERS = {
+    **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),
+    **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
+    **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
+}
 MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
 MEDUSA2 = "medusa_head."  # prefix of the heads' tensors inside a Medusa-2 model
 
@@ -73,4 +79,4 @@ def read_layout(source: Source, target: ModelArgs, options: HeadOptions) -> Read
         raise InputError(f"{source.path}: config: num_target_layers is {depth}, the target has"
                          f" {target.num_layers} layers")
     kind = kind_of(source)
-    return extensions.load(extensions.HEAD_READERS[kind])(source, kind, target, options)
+    return extensions.load(HEAD_READERS[kind])(source, kind, target, options)

@@ -33,6 +33,7 @@ from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
+from families.mixed import causal
 from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import MXFP4, Quantized, Scheme, by_rows, linear_names
 from kernels.stored import Kind, fit, restored, round_to
@@ -252,7 +253,7 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
     model, (losses, top) = load_model(folder)[0], ([], [])
     prepare(model)
     for piece in progress_bar(ids.split(512), desc="reading", unit="piece"):
-        logits = model.logits(model.causal(piece[None])[0])[0, :-1]
+        logits = model.logits(causal(model, piece[None])[0])[0, :-1]
         losses.append(F.cross_entropy(logits, piece[1:], reduction="none"))
         top.append(logits.argmax(-1))
     return torch.cat(losses), torch.cat(top)

@@ -23,7 +23,6 @@ import extensions
 from checkpoint.load import CONFIG, is_ours, open_safetensors, stored_tensors
 from common.errors import InputError, library_errors
 from common.files import check_file, read_json
-from extensions import SOURCE_FILES
 from tokens.files import TOKENIZER_FILES, encoder_of
 
 STORED_DTYPES = {  # safetensors' names
@@ -37,6 +36,10 @@ WEIGHT_FILES = (
     "*_lm_head.safetensors", "*_lm_head.pt", "model-00001-of-*.safetensors", "pytorch_model-00001-of-*.bin",
 )
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+# Files of other formats by suffix: their reader, and the function that says in words what a file holds.
+SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
+FILE_KINDS = "checkpoint.gguf:kind_of_file"
+DEQUANTIZE = "checkpoint.published:dequantized"  # for folders with a `quantization_config`
 QUANTIZATION = "quantization_config", "compression_config"
 DAMAGED = "truncated? Download it again"
 
@@ -99,7 +102,7 @@ def resolve_source(checkpoint: str | Path) -> Path:
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SOURCE_FILES)
-        kinds = [f"{file.name} is {extensions.load(extensions.FILE_KINDS)(file)}" for file in files]
+        kinds = [f"{file.name} is {extensions.load(FILE_KINDS)(file)}" for file in files]
         raise InputError(f"{path}: holds no {CONFIG}; name " + (
             f"one of its files: {', '.join(kinds)}" if kinds else "the folder of a checkpoint"))
     if path.is_dir() or (path.is_file() and path.suffix.lower() in SOURCE_FILES):
@@ -189,7 +192,7 @@ def _open_folder(path: Path) -> Source:
     if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
         config = text | {k: v for k, v in config.items() if v is not None} | {"text_config": text}
     if any(map(config.get, QUANTIZATION)):
-        config, tensors = extensions.load(extensions.DEQUANTIZE)(path, config, tensors)
+        config, tensors = extensions.load(DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"
     generation = {k: v for k, v in read_json(file).items() if v is not None} if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpoint.load import CONFIG, WEIGHTS, read_config
 from common.errors import InputError
 from drafters.published import MAX_DRAFT_SIZE, advice
-from engine.drafting import TARGET, Drafting
+from engine.drafting import TARGET, DraftOptions
 from extensions import METHODS
 
 MAX_PADDING = 1024  # embedding rows without a token
@@ -50,7 +50,7 @@ def find_draft_model(checkpoint: Path) -> Path | None:
     return min(found, key=size, default=None)
 
 
-def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
+def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
     """Resolve "auto": prompt lookup, joined with the head of --draft, a head in the target's folder, or a
     smaller model next to it.
 

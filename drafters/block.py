@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from engine.draft import HeadDrafter, NetworkDrafter, catch_up_count, last_unread, materialize
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from engine.step import Step
 from head import Head
@@ -43,17 +43,17 @@ class OnePassDrafter(NetworkDrafter):
         return max(self.shape.nodes, self.shape.max_commit + self.block_rows)
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Read up to W tokens, the first n_new of them valid, and draft all levels: [B, L, H].
+        """Read up to W tokens, the first n_unread of them valid, and draft all levels: [B, L, H].
 
         Cache entries of the other tokens are overwritten or never attended to.
         """
-        W, rows, n_new = catch_up_count(step, state), self.block_rows, state.n_new
+        W, rows, n_unread = catch_up_count(step, state), self.block_rows, state.n_unread
         end, ahead = state.length + self.read_ahead, torch.arange(W + rows, device=slots.device)
-        start = materialize(end - n_new)
+        start = materialize(end - n_unread)
         own = start[:, None] + ahead
         positions = torch.cat((start[:, None] + ahead[:W], end[:, None] + ahead[:rows]), 1)
         # A token attends to itself and to earlier valid tokens; in a bidirectional block also to later ones.
-        valid = (ahead < n_new[:, None]) | (ahead >= W)
+        valid = (ahead < n_unread[:, None]) | (ahead >= W)
         before = ahead <= ahead[:, None]
         masks = [before | ((ahead >= W) & (ahead[:, None] >= W))] if self._bidirectional else [before]
         if self._bidirectional and self.network.args.windows and not self.network.args.windows_ahead:
@@ -108,7 +108,7 @@ class OnePassDrafter(NetworkDrafter):
         for level in range(1, levels):
             grown.extend(*children(level, grown.beam_tokens))
             if level + 1 < levels:
-                step.dispatch(Growth.advance, grown)
+                step.advance(grown)
         return grown
 
 
@@ -157,16 +157,16 @@ def block_drafter(head: Head) -> type[BlockDrafter] | None:
     return BlockDrafter if isinstance(head, BlockHead) else PEagle if isinstance(head, PEagleHead) else None
 
 
-def build(setup: Setup) -> BlockDrafter:
+def build(setup: DrafterSetup) -> BlockDrafter:
     """Load the head. Raises InputError for an unfit head, and for a static or too deep tree."""
     tree = setup.tree
     if not isinstance(tree, TreeShape):
         raise InputError(f"--speculate {setup.method}: needs --tree T,D,K; a chain of n tokens is"
                          " --tree n+1,n-1,1")
     head = setup.load_head()
-    if setup.drafting.tree in (None, "auto"):
+    if setup.options.tree in (None, "auto"):
         tree = full_depth_tree(tree, head.args.drafts)
-    return block_drafter(head)(head, tree, setup.drafting.coupled)
+    return block_drafter(head)(head, tree, setup.options.coupled)
 
 
 def full_depth_tree(usual: TreeShape, levels: int) -> TreeShape:

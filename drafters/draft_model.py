@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoint.load import load_model, read_config
 from common.errors import InputError
 from engine.draft import NetworkDrafter, catch_up_inputs, last_unread
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from engine.step import Step
 from model import KVCaches, Transformer
@@ -49,7 +49,7 @@ class DraftModel(NetworkDrafter):
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Read up to W tokens that end with the root; the last n_new are new."""
+        """Read up to W tokens that end with the root; the last n_unread are new."""
         positions, visible = catch_up_inputs(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return gather_tokens(h, last_unread(state, h.shape[1]))
@@ -64,7 +64,7 @@ class DraftModel(NetworkDrafter):
         return self.model(tokens, positions, slots, visible, self.caches)[0]
 
 
-def load_drafter(setup: Setup) -> tuple[Transformer, dict]:
+def load_drafter(setup: DrafterSetup) -> tuple[Transformer, dict]:
     """Load the converted model of --draft -> (model, its config.json).
 
     Raises InputError for another vocabulary, a too short context or an unfit tree.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from drafters.static import PathTree, StaticDrafter, register_constants
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from engine.step import Step
 from tree import Tree
@@ -91,11 +91,11 @@ class Lookahead(StaticDrafter):
         self.window.copy_(torch.where(active[:, None, None], window, self.window))
 
 
-def build(setup: Setup) -> Lookahead:
+def build(setup: DrafterSetup) -> Lookahead:
     """Build the drafter of these flags. Raises InputError if the tree is too large or joined with another."""
-    if setup.method != setup.drafting.method:
-        raise InputError(f"--speculate {setup.drafting.method}: lookahead cannot be combined; use it alone")
-    columns, level, guesses = sizes = [setup.drafting.flags[f] for f in ("window", "level", "guess-set")]
+    if setup.method != setup.options.method:
+        raise InputError(f"--speculate {setup.options.method}: lookahead cannot be combined; use it alone")
+    columns, level, guesses = sizes = [setup.options.flags[f] for f in ("window", "level", "guess-set")]
     if (nodes := (level - 1) * (columns + guesses)) > MAX_NODES:
         raise InputError(f"--window {columns} --level {level} --guess-set {guesses}: {nodes:,} nodes, at"
                          f" most {MAX_NODES:,}; lower them")

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.errors import InputError
 from common.schema import Flag, whole
 from drafters.static import PathTree, StaticHeadDrafter, expected_tree
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from engine.step import Step
 from head import Head, HeadArgs
@@ -165,16 +165,16 @@ def published_tree() -> PathTree:
     return PathTree(tuple(map(tuple, paths)))
 
 
-def build(setup: Setup) -> MultiToken:
+def build(setup: DrafterSetup) -> MultiToken:
     """Load the heads for a static tree: --tree FILE, the published one, or one of the default size.
 
     Raises InputError for unfit heads or an unfit tree.
     """
-    tree, usual = setup.drafting.tree, setup.default_tree
+    tree, usual = setup.options.tree, setup.default_tree
     if not (tree in (None, "paper") or isinstance(tree, PathTree)):
         raise InputError(f"--speculate {setup.method}: takes a static tree: --tree FILE, a JSON list of paths"
                          " of ranks, or --tree paper")
     head = setup.load_head()
     if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
         tree = published_tree()
-    return MultiToken(head, tree or expected_tree(usual.nodes, head.args.guesses), setup.drafting.coupled)
+    return MultiToken(head, tree or expected_tree(usual.nodes, head.args.guesses), setup.options.coupled)

@@ -144,5 +144,5 @@ class Mixed(Drafter):
             levels = tree.levels if resizable else levels
         if len(trees) < 2:
             return trees[0] if self.resizable_part else costs.limit(step, trees[0])
-        joined = step.dispatch(join, *trees, self.shape.nodes, self.shape.levels, costs)
+        joined = getattr(step, "join", join)(*trees, self.shape.nodes, self.shape.levels, costs)
         return Tree(*joined[:-1], levels=levels)  # torch 2.11 compiles no `_replace`

@@ -33,7 +33,7 @@ from common.errors import InputError, counted
 from common.files import check_file, read_text
 from common.writing import atomic_path
 from drafters.static import StaticDrafter, chain_tree, register_constants
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from engine.step import Step
 from tokens.dataset import read_rows, row_texts
@@ -152,7 +152,8 @@ class NGram(StaticDrafter):
     def propose(
         self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
     ) -> Tree:
-        return self.static.with_tokens(*step.dispatch(NGram.lookup, self, *self.sources(state, slots)))
+        lookup = getattr(step, "lookup", NGram.lookup)  # a kernel, if the step has one
+        return self.static.with_tokens(*lookup(self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:
         """Return the match length at each of the first `count` tokens [B, count].
@@ -199,14 +200,14 @@ class NGram(StaticDrafter):
         return tree, torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
 
 
-def build(setup: Setup) -> NGram:
+def build(setup: DrafterSetup) -> NGram:
     """Build the drafter of a method. Raises InputError if --datastore is not a token file of this target."""
     if setup.method == "lookup":
         return NGram()
     if setup.method == "suffix":
         return NGram(history=HISTORY_TOKENS)
     target = setup.target
-    tokens = open_tokens(Path(setup.drafting.flags["datastore"]), target.args.vocab_size)
+    tokens = open_tokens(Path(setup.options.flags["datastore"]), target.args.vocab_size)
     file = TokenFile(tokens.to(target.embed.device))
     return NGram(max_match=INDEXED_LENGTHS[0], history=HISTORY_TOKENS, file=file)
 

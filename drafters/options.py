@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import InputError
-from engine.drafting import MAX_TREE_NODES, Drafting, methods_of
+from engine.drafting import MAX_TREE_NODES, DraftOptions, methods_of
 from extensions import METHOD_FLAGS, METHODS, Method, MethodFlag
 
 
@@ -18,7 +18,7 @@ def flags_of(name: str) -> dict[str, MethodFlag]:
     return {flag: about for flag, about in METHOD_FLAGS.items() if about.method in methods_of(name)}
 
 
-def check(drafting: Drafting, methods: dict[str, Method]) -> dict:
+def check(drafting: DraftOptions, methods: dict[str, Method]) -> dict:
     """Return the flags of the methods, with defaults. Raises InputError."""
     window, name = drafting.window, drafting.method
     if window is not None and (type(window) is not int or window < 0):

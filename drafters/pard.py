@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters.block import OnePassDrafter, full_depth_tree
 from drafters.draft_model import DraftModel, load_drafter
 from engine.draft import last_unread
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from model import Transformer
 from tree import TreeShape, gather_tokens
 
@@ -35,10 +35,10 @@ class Pard(OnePassDrafter, DraftModel):
         return torch.cat((gather_tokens(h, last_unread(state, W)), h[:, W:]), 1)
 
 
-def build(setup: Setup) -> DraftModel:
+def build(setup: DrafterSetup) -> DraftModel:
     """Load the model of --draft. Errors are those of `load_drafter`."""
-    (model, own), tree, coupled = load_drafter(setup), setup.tree, setup.drafting.coupled
+    (model, own), tree, coupled = load_drafter(setup), setup.tree, setup.options.coupled
     if (mask := own.get("pard_token")) is None:
         return DraftModel(model, tree, coupled)
-    usual = setup.drafting.tree in (None, "auto")
+    usual = setup.options.tree in (None, "auto")
     return Pard(model, full_depth_tree(tree, LEVELS) if usual else tree, coupled, mask_id=mask)

@@ -14,7 +14,7 @@ from common.errors import InputError
 from common.files import parse_json, read_text
 from engine.draft import Drafter, HeadDrafter
 from engine.draft import build as build_head_drafter
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from engine.step import Step
 from tree import Tree, depth_and_ancestors
@@ -271,11 +271,11 @@ def read_paths(file: str) -> PathTree:
         raise InputError(f"--tree {file:.200}: none of {forms} ({e})") from None
 
 
-def build(setup: Setup) -> HeadDrafter:
+def build(setup: DrafterSetup) -> HeadDrafter:
     """Build the EAGLE-1 drafter.
 
     Raises InputError if the head or the tree does not fit.
     """
-    if setup.drafting.tree is not None:  # --tree: dynamic, or another static tree
+    if setup.options.tree is not None:  # --tree: dynamic, or another static tree
         return build_head_drafter(setup)
-    return StaticHeadDrafter(setup.load_head(), EAGLE1_TREE, setup.drafting.coupled)
+    return StaticHeadDrafter(setup.load_head(), EAGLE1_TREE, setup.options.coupled)

@@ -76,7 +76,7 @@ def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     state.root.copy_(state.tokens.gather(1, state.length[:, None]))
     state.features.normal_(generator=generator)
     state.limit.copy_(state.length + state.max_commit + 1)
-    for name, value in {"n_new": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
+    for name, value in {"n_unread": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
         state.get_buffer(name).fill_(value)
     count = min(longest + runner.extra_slots + 64, runner.cache_slots)
     slots = torch.arange(count, device=runner.device).expand(B, -1)

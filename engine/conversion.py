@@ -7,10 +7,10 @@ from pathlib import Path
 
 from checkpoint.convert import converted_folder, default_folder, is_head, resolve_source
 from checkpoint.load import is_converted, read_config
-from engine.drafting import AUTO, Drafting, methods_of
+from engine.drafting import AUTO, DraftOptions, methods_of
 
 
-def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
+def check_draft(checkpoint: str | Path, drafting: DraftOptions) -> None:
     """Raise InputError if the head or draft model is missing. Called before a large target is converted.
 
     An MTP layer is part of the target's checkpoint and is not checked.
@@ -26,8 +26,8 @@ def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
 
 
 def convert_if_needed(
-    checkpoint: str | Path, drafting: Drafting, log: Callable[[str], None]
-) -> tuple[Path, Drafting]:
+    checkpoint: str | Path, drafting: DraftOptions, log: Callable[[str], None]
+) -> tuple[Path, DraftOptions]:
     """Convert target and draft checkpoint if needed. Return the target's folder and the drafting options.
 
     log: called with one line when something slow starts or ends. Raises InputError if one of them is missing

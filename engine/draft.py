@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.errors import InputError
-from engine.drafting import Setup
+from engine.drafting import DrafterSetup
 from engine.state import State
 from extensions import STATIC_HEAD, load
 from model import KVCaches, buffer_bytes
@@ -36,7 +36,7 @@ class Drafter(nn.Module):
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it reads as features
     all_layers: tuple[int, ...] = ()  # layers in `State.features`; (): exactly `aux_layers`
     fingerprint = ""  # of a drafter without weights, for evaluation records
-    defers_head = False  # it does not run the head over new tokens: they wait for `prefill_unread`
+    defers_head = False  # it does not run the head over new tokens: they wait for `engine.deferred`
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled_score_factor = 1.0  # of its scores, at temperature 1
     resizable = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
@@ -140,16 +140,18 @@ def materialize(x: Tensor) -> Tensor:
 
 
 def catch_up_count(step: Step, state: State) -> int:
-    """Return R, the number of tokens of a catch-up pass: W with static shapes, else the largest `n_new`."""
-    return state.max_commit if step.static_shapes else min(max(int(state.n_new.max()), 1), state.max_commit)
+    """Return R, the number of tokens of a catch-up pass: W with static shapes, else the largest `n_unread`.
+    """
+    W = state.max_commit
+    return W if step.static_shapes else min(max(int(state.n_unread.max()), 1), W)
 
 
 def catch_up_inputs(step: Step, state: State, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
     """Return the positions [B, R] of a catch-up's tokens and their attention mask.
 
-    The first n_new tokens are those that the last step committed. ahead: `NetworkDrafter.read_ahead`.
+    The first n_unread tokens are those that the last step committed. ahead: `NetworkDrafter.read_ahead`.
     """
-    rows, start = catch_up_count(step, state), state.length - state.n_new + ahead
+    rows, start = catch_up_count(step, state), state.length - state.n_unread + ahead
     positions = start[:, None] + torch.arange(rows, device=slots.device)
     return positions, step.causal_mask(slots, start, rows)
 
@@ -157,7 +159,7 @@ def catch_up_inputs(step: Step, state: State, slots: Tensor, ahead: int = 0) -> 
 def last_unread(state: State, count: int) -> Tensor:
     """Return the index [B, 1] of the last unread token in a pass of `count` tokens."""
     # A paused sequence may have more unread tokens than the pass.
-    return (state.n_new - 1).clamp(0, count - 1)[:, None]
+    return (state.n_unread - 1).clamp(0, count - 1)[:, None]
 
 
 class NetworkDrafter(Drafter):
@@ -233,7 +235,7 @@ class NetworkDrafter(Drafter):
             drafted += count
             growth.extend(*self._top_k(step, feature, noise, level + 1, k))
             if level + 1 < shape.depth:
-                feature = gather_tokens(feature, step.dispatch(Growth.advance, growth))
+                feature = gather_tokens(feature, step.advance(growth))
         return growth
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
@@ -301,7 +303,7 @@ class HeadDrafter(NetworkDrafter):
         self.head.prefill(next_tokens, features, positions, positions, visible, self.caches)
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Run the head over up to W tokens with the target's features. The first n_new are committed.
+        """Run the head over up to W tokens with the target's features. The first n_unread are committed.
 
         The others are padding: their cache entries are overwritten or never attended to.
         """
@@ -316,12 +318,12 @@ class HeadDrafter(NetworkDrafter):
         return self.head.draft_ids
 
 
-def build(setup: Setup) -> HeadDrafter:
+def build(setup: DrafterSetup) -> HeadDrafter:
     """Build the drafter of a head that grows trees: EAGLE-2, EAGLE-3 or MTP.
 
     Raises InputError if the head or the tree does not fit.
     """
     head = setup.load_head()
     if not isinstance(setup.tree, TreeShape):
-        return load(STATIC_HEAD)(head, setup.tree, setup.drafting.coupled)
-    return HeadDrafter(head, setup.tree, setup.drafting.coupled)
+        return load(STATIC_HEAD)(head, setup.tree, setup.options.coupled)
+    return HeadDrafter(head, setup.tree, setup.options.coupled)

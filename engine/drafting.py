@@ -82,7 +82,7 @@ def add_drafting(p: Options, default: str = "none"):
             o.speculate = AUTO
 
     p.add_rule(draft_implies_auto)
-    p.add_rule(Drafting.from_options)
+    p.add_rule(DraftOptions.from_options)
     return group
 
 
@@ -114,7 +114,7 @@ def check_size(tree):
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftOptions:
     """Options of drafting. Raises InputError on invalid values.
 
     method: a name in `extensions.METHODS`, or two with a plus; "none" is plain decoding.
@@ -124,7 +124,7 @@ class Drafting:
     coupled: draft with the target's sampling noise.
     int8: on our kernels, quantize a 16-bit head while loading it: it is read several times a step.
     flags: of the method (`extensions.METHOD_FLAGS`); others take their default.
-    window: the last tokens of a sequence that a head attends to; 0: all; None: see `Setup.load_head`.
+    window: the last tokens of a sequence that a head attends to; 0: all; None: see `DrafterSetup.load_head`.
     optional: if the drafter cannot be built, fall back to prompt lookup instead of raising; set by "auto".
     """
 
@@ -152,14 +152,14 @@ class Drafting:
             object.__setattr__(self, "flags", load(extensions.CHECK_METHOD_FLAGS)(self, methods))
 
     @classmethod
-    def from_options(cls, o: argparse.Namespace) -> Drafting:
-        """Return the drafting that a command's options ask for, see `add_drafting`."""
+    def from_options(cls, o: argparse.Namespace) -> DraftOptions:
+        """Return what a command's options ask for, see `add_drafting`."""
         numbers = [getattr(o, f"tree_{name}", None) for name in ("nodes", "depth", "width")]
         tree = numbers if any(number is not None for number in numbers) else o.tree
         return cls(o.speculate, o.draft, tree, o.coupled, o.draft_int8, given_flags(o), o.draft_window)
 
-    def resolve(self, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
-        """Return the drafting with a concrete method: "auto" is replaced by what it chooses here.
+    def resolve(self, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
+        """Return the options with a concrete method: "auto" is replaced by what it chooses here.
 
         log: called with a line about the choice. Raises InputError as `folders` does.
         """
@@ -207,16 +207,16 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Setup:
+class DrafterSetup:
     """What a drafter is built from: a target, and the method that drafts for it.
 
-    method: a name in `extensions.METHODS`. drafting: its options. kind, folder: of the checkpoint of the
+    method: a name in `extensions.METHODS`. options: how to draft. kind, folder: of the checkpoint of the
     head or draft model; None without one. max_seq_len: maximum number of tokens of a sequence.
     prepare(*models): puts models on the kernels, where there are any.
     """
 
     method: str
-    drafting: Drafting
+    options: DraftOptions
     kind: str | None
     folder: Path | None
     default_tree: Any
@@ -230,7 +230,7 @@ class Setup:
         """The tree to draft: as --tree says, else the default. Raises InputError on impossible numbers."""
         from tree import PAPER_TREE
 
-        tree, default = self.drafting.tree, self.default_tree
+        tree, default = self.options.tree, self.default_tree
         if isinstance(tree, list):
             defaults = default.nodes, default.depth, default.width
             return tree_from_sizes([b if a is None else a for a, b in zip(tree, defaults)])
@@ -245,7 +245,7 @@ class Setup:
         """
         from checkpoint.load import load_head
 
-        head, window = load_head(self.folder, self.target, self.kind), self.drafting.window
+        head, window = load_head(self.folder, self.target, self.kind), self.options.window
         if any(head.args.windows):
             if window is not None:
                 raise InputError(f"--draft-window {window}: the head in {self.folder} has windows of its own;"
@@ -258,14 +258,14 @@ class Setup:
         return head
 
 
-def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **setup):
+def build_drafter(drafting: DraftOptions, checkpoint: Path, max_seq_len: int, **setup):
     """Build the `engine.draft.Drafter` of a target in `checkpoint`, None for plain decoding.
 
-    setup: further fields of `Setup`. Raises InputError if it cannot be built.
+    setup: further fields of `DrafterSetup`. Raises InputError if it cannot be built.
     """
     parts = []
     for name, folder in drafting.folders(checkpoint).items():
-        given = Setup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **setup)
+        given = DrafterSetup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **setup)
         part = load(METHODS[name].module)(given)
         part.method = name
         parts.append(part)

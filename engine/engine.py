@@ -27,13 +27,15 @@ import extensions
 from common.errors import InputError
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
-from engine.runner import Emission, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
+from engine.runner import Emission, Emitted, ModelRunner, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
 from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 from tree import Tree, TreeShape
+
+MAX_UNREAD_TOKENS = 512  # maximum number of tokens decoded without the head before it reads them
 
 
 class Pending(NamedTuple):
@@ -61,6 +63,7 @@ class Engine:
     - batch_sizes: sizes that steps are compiled or captured for, ascending; `batch` is the last
     - tokenizer: gives requests their text
     - guide: makes the `Guide` of sampling options that need one
+    - plain_requests: requests may be `plain`; their steps leave the draft head out
     - self_check: called once, at the start of the first warmup (`engine.check`)
 
     Raises InputError, with the numbers, if the caches do not fit in memory.
@@ -73,15 +76,17 @@ class Engine:
         stop_ids: Iterable[int] = (), compile: bool = True, log: Callable[[str], None] = lambda line: None,
         chunks: tuple[int, ...] | None = None, lag: int | None = None, scheduler: Scheduler | None = None,
         batch_sizes: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
-        guide: Callable[[Sampling], Guide] | None = None,
+        guide: Callable[[Sampling], Guide] | None = None, plain_requests: bool = False,
     ):
         self.target = target = target.for_length(max_seq_len)
         self.drafter, self.scheduler = drafter or Drafter(), scheduler or Scheduler()
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
+        defers_head = self.drafter.network is not None and (plain_requests or self.scheduler.skips_head)
         self.runner = ModelRunner(
             target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile, log=log,
             chunks=chunks, variants=self.scheduler.variants(self.drafter),
+            max_unread=MAX_UNREAD_TOKENS if defers_head else 0,
         )
         self.state, self.device = self.runner.state, self.runner.device
         on_cuda = self.runner.on_cuda
@@ -91,6 +96,10 @@ class Engine:
         self.batch_sizes = given or default_batch_sizes(batch, on_cuda and not target.is_recurrent)
         self.scheduler.attach(self)
         self.slots = Slots(self.runner, self.drafter, batch, self.lag)
+        if defers_head:
+            from engine.deferred import DeferredHead
+
+            self.slots.deferred = DeferredHead(self.runner, self.slots)
         self._pending: deque[Pending] = deque()
         self._undelivered: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._modes: Modes | None = None  # of the decoding requests; None: recompute
@@ -110,11 +119,6 @@ class Engine:
     def busy(self) -> bool:
         """True while prompts are read or requests decode."""
         return self.free < self.batch
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests that hold a slot."""
-        return [request for request in self.slots.requests if request]
 
     # -- admit and leave ----------------------------------------------------------------------
 
@@ -138,12 +142,15 @@ class Engine:
         """Give a request a free slot.
 
         guide: its `Guide`; None: built if its options need one. watch: its events carry the drafted
-        trees. plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole
-        prompt is read for that. shown, continues: see `TextStream`. Raises InputError, with the numbers,
-        if the request cannot be decoded; RuntimeError if no slot is free.
+        trees. plain: decode it without drafts (`plain_requests`). score_prompt: collect
+        `Request.prompt_scores`; the whole prompt is read for that. shown, continues: see `TextStream`.
+        Raises InputError, with the numbers, if the request cannot be decoded; RuntimeError if no slot is
+        free.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} slots are taken")
+        if plain and self.runner.has_head and not self.slots.deferred:
+            raise ValueError("plain requests beside a draft head: make the engine with plain_requests")
         self.check(prompt, sampling)
         if sampling.is_guided and guide is None:
             guide = self.guide(sampling)
@@ -301,8 +308,8 @@ class Engine:
             self._modes = Modes.of_requests([r.sampling for r in requests], runner.has_graphs)
         modes = self._modes
         choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group)
-        if runner.max_unread:
-            self._run_deferred_head(group, live_slots, choice.drafter, requests)
+        if self.slots.deferred:
+            self.slots.deferred.before_step(group, live_slots, choice.drafter, requests)
         guides = {r.slot: r.guide for r in requests if r.guide} or None
         tree, path = runner.step(group, live_slots, choice.drafter, modes, guides, choice.costs)
         drafts = _drafts(tree, path) if any(r.watch for r in requests) else None
@@ -314,25 +321,6 @@ class Engine:
         emission = runner.to_host(group.state, modes.scored)
         self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
         return record
-
-    def _run_deferred_head(
-        self, group: SlotRange, live_slots: torch.Tensor, drafter: Drafter, requests: list[Request]
-    ) -> None:
-        """Run the head over committed tokens that it has not read, if a step with `drafter` needs that.
-
-        On a CPU one call per request, on a GPU one for all.
-        """
-        runner, max_commit = self.runner, drafter.shape.max_commit
-        on_cpu, slots = self.device.type == "cpu", [r.slot for r in requests]
-        # A step with the head reads at most W unread tokens; one without it adds up to `max_commit`.
-        limit = runner.max_unread - max_commit if drafter.defers_head else runner.max_commit
-        for batch in [[slot] for slot in slots] if on_cpu else [slots]:
-            unread = max(self.slots.unread[slot] for slot in batch)
-            if unread > limit:
-                runner.prefill_unread(runner.slot_range(batch[0], 1) if on_cpu else group, live_slots, unread)
-                unread = 1
-            for slot in batch:
-                self.slots.unread[slot] = unread + max_commit if drafter.defers_head else runner.max_commit
 
     def _collect(self, in_flight: int) -> list[Event]:
         """Return the events of finished passes, oldest first, until only `in_flight` passes are left."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 import extensions
@@ -19,16 +18,16 @@ from common.errors import InputError
 from common.machine import free_memory
 from engine.draft import Drafter
 from engine.request import Guide, Score
+from engine.runtime import backend_of, step_of
 from engine.sampling import Modes
 from engine.state import State
-from engine.step import Step, accept_and_commit, draft_and_verify, first_token, prefill, step_of
+from engine.step import accept_and_commit, draft_and_verify, first_token, prefill
 from model import Transformer
 from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt tokens of a pass
 GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
-MAX_UNREAD_TOKENS = 512  # maximum number of tokens decoded without the head before it reads them
 
 
 class CachesTooLarge(InputError):
@@ -82,19 +81,20 @@ class SlotRange(NamedTuple):
 class ModelRunner:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
-    variants: the other drafters that steps may run; only their sizes count. fallbacks: log lines about
+    variants: the other drafters that steps may run; only their sizes count. max_unread: tokens that steps
+    without the head may leave to it (`engine.deferred`); 0: all steps run it. fallbacks: log lines about
     kernels and graphs that failed and were replaced by slower code.
     """
 
     def __init__(
         self, target: Transformer, drafter: Drafter, batch: int, max_seq_len: int, *,
         stop_ids: Iterable[int], compile: bool, log: Callable[[str], None],
-        chunks: tuple[int, ...] | None, variants: list[Drafter],
+        chunks: tuple[int, ...] | None, variants: list[Drafter], max_unread: int,
     ):
         self.device, dtype = target.embed.device, target.embed.dtype
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
-        self.device_step = step_of(target)
+        self.device_step, self.threads = step_of(target), backend_of(target).threads
         self._compile(compile, log)
         # A chunk is padded to the smallest size that holds it. Each size is compiled or captured separately.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
@@ -113,8 +113,7 @@ class ModelRunner:
         self.extra_slots = max(one.extra_slots_after(self.max_commit) for one in drafters)
         self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
-        unread = max(min(MAX_UNREAD_TOKENS, self.cache_slots), self.max_commit)
-        self.max_unread = unread if self.has_head else 0
+        self.max_unread = max_unread and max(min(max_unread, self.cache_slots), self.max_commit)
         # Compiled attention slices the live slots. A slice of the whole cache would make dynamo recompile:
         # a cache is longer than any slice.
         allocated = self.cache_slots + (SLOT_STEP if self.compiled else 0)
@@ -267,26 +266,6 @@ class ModelRunner:
                 first_token(self.device_step, self.target, group.state, group.chunk_start, x, features, modes)
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the target's logits of a chunk, padding included: compiled kernels need full chunks."""
-        with self.device_context():
-            return self.target.logits(x)
-
-    def prefill_unread(self, group: SlotRange, live_slots: Tensor, unread: int) -> None:
-        """Run the head over up to `unread` tokens committed by steps without it.
-
-        The last one still counts as unread then, for `catch_up`.
-        """
-        first = 0
-        while first < unread:
-            size = self.chunk_size(unread - first)
-            drafter, offsets = group.drafter_view(self.drafter), self.slot_ids[:size]
-            arguments = self.device_step, drafter, group.state, live_slots, first, offsets
-            call = partial(prefill_features, *arguments)
-            self.run(group, ("prefill_unread", first, size, live_slots.shape[0]), call)
-            first += size
-        self.run(group, ("keep_last_unread",), group.state.keep_last_unread)
-
     def run(self, group: SlotRange, key: tuple, call: Callable):
         """Run `call`, on CUDA as a captured graph if the group starts at slot 0 (not one graph per start).
 
@@ -301,7 +280,7 @@ class ModelRunner:
         """A context for passes: it makes our GPU current (each thread has its own), or gives our CPU kernels
         all threads.
         """
-        return torch.cuda.device(self.device) if self.on_cuda else self.device_step.threads()
+        return torch.cuda.device(self.device) if self.on_cuda else self.threads()
 
     def chunk_size(self, remaining: int) -> int:
         """Return the size of the next prefill chunk, with `remaining` tokens to read."""
@@ -353,20 +332,6 @@ class ModelRunner:
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return Emission(host, copied)
-
-
-def prefill_features(
-    step: Step, drafter: Drafter, state: State, live_slots: Tensor, first: int, offsets: Tensor
-) -> None:
-    """Run a drafter over unread tokens from number `first` on. offsets [size]: 0, 1, ..., size - 1."""
-    size = offsets.shape[0]
-    # A sequence with fewer unread tokens writes past its committed ones, where nothing is kept.
-    start = torch.minimum(state.length - state.n_new + first, state.length)
-    features = state.features[:, first : first + size]
-    if short := size - features.shape[1]:
-        features = F.pad(features, (0, 0, 0, short))
-    visible = step.causal_mask(live_slots, start, size)
-    drafter.prefill(state, features, start[:, None] + offsets, visible)
 
 
 def read_outputs(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:

@@ -1,4 +1,4 @@
-"""Runtime of a model: device, dtype, compiler, kernels."""
+"""Runtime of a model: device, dtype, compiler, and the `Backend` that runs its modules."""
 from __future__ import annotations
 
 import contextlib
@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn as nn
 
 import extensions
 from checkpoint.load import read_config_if_converted
@@ -14,8 +15,71 @@ from common.cli import DTYPES, is_distributed, note, short_dtype
 from common.errors import InputError, first_line
 from common.machine import use_threads
 from common.schema import Flag, schema_of
+from engine.step import Step
+from model import KVCaches, Transformer
+from tree import TreeShape
 
 DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
+MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
+GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
+
+
+class Backend:
+    """How models run on a device: their modules, KV caches and threads, and the `Step` there. Here: PyTorch.
+
+    - name: for logs
+    - step: what a decoding step computes, with the operations of this backend
+    - caches: KV cache classes by the names of `--kv`
+    - quantized_at_load: by dtype, the mode that makes a 16-bit head faster here
+    - self_check: the entry (`extensions.load`) of a check that runs before the first warmup
+    """
+
+    name = "torch"
+    step = Step()
+    caches: dict[str, type[KVCaches]] = {"auto": KVCaches}
+    quantized_at_load: dict[torch.dtype, str] = {}
+    self_check: str | None = None
+
+    def __deepcopy__(self, memo: dict) -> Backend:
+        return self  # copies of a model run on the same backend
+
+    def prepare(self, *models: nn.Module) -> bool:
+        """Replace modules of the models by those of this backend, in place.
+
+        Models may share modules, as a head shares its target's lm_head. Returns True if all layers of all
+        targets in `models` run on this backend. Other layers stay unchanged.
+        """
+        for model in models:
+            model.backend = self
+        return True
+
+    def threads(self) -> contextlib.AbstractContextManager:
+        """Return a context for passes, with the number of threads that they need."""
+        return contextlib.nullcontext()
+
+    def default_tree(self, device: torch.device, quantized: bool, batch: int) -> TreeShape:
+        """Return the tree drafted for up to `batch` requests where none is given.
+
+        A GPU takes the largest of GPU_TREES with which all requests together verify at most MAX_GPU_TOKENS.
+        On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a head pass.
+        """
+        if device.type == "cuda":
+            return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
+        return TreeShape(8, 2, 4) if quantized else TreeShape(12, 3, 4)
+
+
+TORCH_BACKEND = Backend()
+
+
+def step_of(target: Transformer) -> Step:
+    """Return the step of a target's backend if all of its layers run there, else PyTorch's."""
+    step = backend_of(target).step
+    return target.make_sharded_step(step, target) if target.make_sharded_step else step
+
+
+def backend_of(target: Transformer) -> Backend:
+    """Return the backend that runs all layers of a target: PyTorch if one of them runs nowhere else."""
+    return target.backend if target.runs_on_backend else TORCH_BACKEND
 
 
 @dataclass(frozen=True)

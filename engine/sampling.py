@@ -9,7 +9,6 @@ device.
 """
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -149,16 +148,6 @@ class Modes(NamedTuple):
     def all_modes(cls, noisy: bool) -> Modes:
         """Return all modes. noisy: with temperature, top-k, top-p and min-p too."""
         return cls(noisy, noisy, noisy, True, True, True)
-
-
-def seed_of(*what) -> int:
-    """A seed of 56 bits, from a hash of the arguments."""
-    return hash56(repr(what))
-
-
-def hash56(text: str) -> int:
-    """Return a 56-bit hash of a text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Scheduler:
     """Chooses the drafter of every step: always the engine's own."""
 
     runner: ModelRunner
+    skips_head = False  # it may choose steps without the draft head, see `engine.deferred`
 
     def variants(self, drafter: Drafter) -> list[Drafter]:
         """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""

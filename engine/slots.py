@@ -6,12 +6,17 @@ prefix with it, or with a running request, reuses that part.
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from engine.draft import Drafter
 from engine.request import Request
 from engine.runner import ModelRunner
 from tokens.tokenizer import common_prefix
+
+if TYPE_CHECKING:
+    from engine.deferred import DeferredHead
 
 MIN_COPIED_PREFIX = 32  # copy a prefix from another slot only if it is this many tokens longer
 
@@ -20,16 +25,21 @@ class Slots:
     """The slots of an engine.
 
     decoding, prefilling: numbers of requests; their slots come first, in this order. runner: its passes run
-    over the slots. lag: see `Engine`.
+    over the slots. lag: see `Engine`. by_slot: lists that `swap` permutes. deferred: if steps may run without
+    the drafter's network.
     """
 
     def __init__(self, runner: ModelRunner, drafter: Drafter, batch: int, lag: int):
         self.runner, self.drafter, self.batch, self.lag = runner, drafter, batch, lag
         self.decoding = self.prefilling = 0
-        self.requests: list[Request | None] = [None] * batch  # by slot, as the next three
+        self.requests: list[Request | None] = [None] * batch  # by slot, as the next two
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
-        self.unread = [1] * batch  # the drafter's cache lacks at most this many of a slot's last tokens
         self.used_at = [0] * batch  # when a slot was taken or released
+        self.by_slot: list[list] = [self.requests, self.cached, self.used_at]
+        self.deferred: DeferredHead | None = None
+        # The caches lack at most this many of a decoding request's tokens. A head reads those that a step
+        # commits in the next one.
+        self.uncached = runner.max_commit if runner.has_head else 1
         self._clock = 0
 
     @property
@@ -59,14 +69,15 @@ class Slots:
             taken = source
         elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
             source = taken
-        self._prefill_unread(source, shared[source])
+        if self.deferred:
+            self.deferred.assign(taken, source, shared[source], len(held[source]))
         self.swap(taken, first)
         if source != taken:
             now = taken if source == first else source  # the swap may have moved the source
             for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
                 target.copy_(origin)
         request.slot = first
-        self.requests[first], self.cached[first], self.unread[first] = request, [], 1
+        self.requests[first], self.cached[first] = request, []
         self.prefilling += 1
         self._touch(first)
         return shared[source]
@@ -101,8 +112,8 @@ class Slots:
                 a.copy_(b)
                 b.copy_(saved)
         self.runner.state.swap(one, other)
-        for by_slot in (self.requests, self.cached, self.unread, self.used_at):
-            by_slot[one], by_slot[other] = by_slot[other], by_slot[one]
+        for values in self.by_slot:
+            values[one], values[other] = values[other], values[one]
         for slot in (one, other):
             if request := self.requests[slot]:
                 request.slot = slot
@@ -112,10 +123,10 @@ class Slots:
         self.used_at[slot] = self._clock
 
     def _held(self, request: Request) -> list[int]:
-        """Return the tokens in the target's cache; the drafter's lacks the last `unread` of them, at most."""
+        """Return the tokens in the caches of target and drafter."""
         if request.slot >= self.decoding:
             return request.prompt[: request.prefilled]
-        return request.tokens[: max(0, request.length - 1)]
+        return request.tokens[: max(0, request.length - self.uncached)]
 
     def _live(self, slot: int) -> int:
         """Return an upper bound on the cache slots in use in a batch slot."""
@@ -126,15 +137,3 @@ class Slots:
     def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
         """Return views of the first `length` cache slots of a batch slot, and of its drafter's state."""
         return self.runner.caches.sequence(slot, length) + self.drafter.sequence(slot, length)
-
-    def _prefill_unread(self, slot: int, count: int) -> None:
-        """Let the drafter read what it has not read of the first `count` tokens in a slot."""
-        request = self.requests[slot]
-        held = self._held(request) if request else self.cached[slot]
-        unread = self.unread[slot]
-        if not self.runner.max_unread or count <= max(0, len(held) + 1 - unread):
-            return
-        live_slots = self.runner.live_slots(int(self.runner.state.length[slot]))
-        with torch.no_grad():
-            self.runner.prefill_unread(self.runner.slot_range(slot, 1), live_slots, unread)
-        self.unread[slot] = 1

@@ -47,7 +47,7 @@ class State(nn.Module):
     tokens [B, S']     prompt and output
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
     root [B, 1]        tokens[b, N], emitted but not committed
-    n_new [B]          how many of the last committed tokens the drafter has not read yet
+    n_unread [B]          how many of the last committed tokens the drafter has not read yet
     features [B, R, F] the target's features of those, R >= W
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it
@@ -78,7 +78,7 @@ class State(nn.Module):
         # In a view, `_make_processors` makes the view of the whole state's processors.
         self._processors, self._make_processors = None, None
         buffer = partial(batch_buffer, self, batch, aligned, device)
-        for name in ("length", "limit", "n_new", "top_k"):
+        for name in ("length", "limit", "n_unread", "top_k"):
             buffer(name)
         for name in ("temperature", "min_p"):
             buffer(name, dtype=torch.float32)
@@ -125,7 +125,7 @@ class State(nn.Module):
         N = len(prompt) - 1
         self.tokens[slot, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
-            "length": N, "root": prompt[-1], "n_new": 0, "done": False, "prefilling": True,
+            "length": N, "root": prompt[-1], "n_unread": 0, "done": False, "prefilling": True,
             "limit": min(N + sampling.max_new_tokens, max_seq_len - 1), "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p,
         }
@@ -169,16 +169,9 @@ class State(nn.Module):
             features = gather_tokens(features, path)
             at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
             if append:
-                at = (at + self.n_new[:, None]).clamp(max=self.features.shape[1] - 1)
+                at = (at + self.n_unread[:, None]).clamp(max=self.features.shape[1] - 1)
             at = at[..., None].expand_as(features)
             old = self.features.gather(1, at)
             self.features.scatter_(1, at, torch.where(active[:, None, None], features, old))
-        unread = self.n_new + count if append else count
-        self.n_new.copy_(torch.where(active, unread, self.n_new))
-
-    def keep_last_unread(self) -> None:
-        """Drop the features of all unread tokens but the last: the drafter has processed them."""
-        rows, width = self.features.shape[1:]
-        last = (self.n_new - 1).clamp(0, rows - 1)[:, None, None].expand(-1, 1, width)
-        self.features[:, :1] = self.features.gather(1, last)
-        self.n_new.clamp_(max=1)
+        unread = self.n_unread + count if append else count
+        self.n_unread.copy_(torch.where(active, unread, self.n_unread))

@@ -1,7 +1,8 @@
 """One step of decoding: draft, verify, accept, commit. This file is the PyTorch implementation.
 
-`Step` defines every phase and the tensor operations that drafters call. The kernels of a device and tensor
-parallelism subclass it and override whole phases. All subclasses compute the same values, except for the last
+`Step` defines every phase and the tensor operations that drafters call: what runs. How it runs (modules,
+caches, threads) is an `engine.runtime.Backend`. The kernels of a device and tensor parallelism subclass
+`Step` and override whole phases. All subclasses compute the same values, except for the last
 bits of noise, of log-probabilities and of the target's forward pass.
 
 `draft_and_verify` and `accept_and_commit` are the two halves of a step: each is one compiled graph. With a
@@ -13,12 +14,9 @@ V vocabulary.
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 import tree
@@ -27,58 +25,20 @@ from engine.draft import Drafter
 from engine.sampling import Modes
 from engine.state import State
 from model import KVCaches, Transformer
-from tree import Tree, TreeShape, gather_tokens
-
-MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
-GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
+from tree import Growth, Tree, gather_tokens
 
 
 class Step:
-    """The phases of a step in PyTorch.
+    """The phases `draft`, `verify`, `accept` and `commit` in PyTorch, and the operations that they call.
 
-    - name: for logs
     - batch_invariant: a token's values do not depend on the other tokens of the pass, so output with drafting
       equals output without it in 16 bits too; steps run without torch.compile
     - static_shapes: no shape depends on tensor values, as graphs need it
     - reads_length: attention reads sequence lengths on the device: one graph serves every context length
-    - caches: KV cache classes by the names of `--kv`
-    - quantized_at_load: by dtype, the mode that makes a 16-bit head faster here
-    - self_check: the entry (`extensions.load`) of a check that runs before the first warmup
     """
 
-    name = "torch"
     batch_invariant = reads_length = False
     static_shapes = True
-    caches: dict[str, type[KVCaches]] = {"auto": KVCaches}
-    quantized_at_load: dict[torch.dtype, str] = {}
-    self_check: str | None = None
-
-    def __deepcopy__(self, memo: dict) -> Step:
-        return self  # copies of a model run on the same step
-
-    def prepare(self, *models: nn.Module) -> bool:
-        """Replace modules of the models by those of this step, in place.
-
-        Models may share modules, as a head shares its target's lm_head. Returns True if all layers of all
-        targets in `models` run on this step. Other layers stay unchanged.
-        """
-        for model in models:
-            model.backend = self
-        return True
-
-    def threads(self) -> contextlib.AbstractContextManager:
-        """Return a context for passes, with the number of threads that they need."""
-        return contextlib.nullcontext()
-
-    def default_tree(self, device: torch.device, quantized: bool, batch: int) -> TreeShape:
-        """Return the tree drafted for up to `batch` requests where none is given.
-
-        A GPU takes the largest of GPU_TREES with which all requests together verify at most MAX_GPU_TOKENS.
-        On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a head pass.
-        """
-        if device.type == "cuda":
-            return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
-        return TreeShape(8, 2, 4) if quantized else TreeShape(12, 3, 4)
 
     # -- draft ----------------------------------------------------------------------------------
 
@@ -111,9 +71,16 @@ class Step:
         top, index = logits.topk(k, dim=-1)
         return top - logits.logsumexp(-1, keepdim=True), index if ids is None else ids[index]
 
-    def dispatch(self, operation: Callable, *arguments):
-        """Call this step's method named as `operation` if it has one (a kernel), else `operation`."""
-        return getattr(self, operation.__name__, operation)(*arguments)
+    def advance(self, growth: Growth) -> Tensor:
+        """Make the k best of the newest candidates the beam: `Growth.advance`."""
+        return growth.advance()
+
+    def prune(
+        self, root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
+        costs=None,
+    ) -> Tree:
+        """Return the tree of the nodes - 1 most probable candidates: `tree.prune_candidates`."""
+        return tree.prune_candidates(root, scores, tokens, parents, nodes, levels, costs)
 
     # -- verify ---------------------------------------------------------------------------------
 
@@ -195,15 +162,6 @@ class Step:
         count = state.emit(tokens, count)
         state.keep_features(features, path, count, active, append)
         return count
-
-
-TORCH = Step()
-
-
-def step_of(target: Transformer) -> Step:
-    """Return the step that a target was prepared for, if all of its layers run there, else PyTorch's."""
-    step = target.backend if target.runs_on_backend else TORCH
-    return target.make_sharded_step(step, target) if target.make_sharded_step else step
 
 
 class Verified(NamedTuple):

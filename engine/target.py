@@ -13,10 +13,9 @@ from checkpoint.load import check_length, class_of, load_model, read_config
 from common.errors import InputError
 from common.machine import free_memory
 from engine.draft import Drafter
-from engine.drafting import Drafting, build_drafter
+from engine.drafting import DraftOptions, build_drafter
 from engine.engine import Engine
-from engine.runtime import Runtime
-from engine.step import TORCH, Step, step_of
+from engine.runtime import TORCH_BACKEND, Backend, Runtime, step_of
 from head import Head
 from model import Transformer
 from tokens.tokenizer import Tokenizer
@@ -43,9 +42,9 @@ def load_target(
     if not on_cpu and (what := class_of(read_config(checkpoint, "target")).cpu_only):
         raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
-    backend, kernels = TORCH, runtime.compile and runtime.kernels
+    backend, kernels = TORCH_BACKEND, runtime.compile and runtime.kernels
     if kernels or (not on_cpu and "quantization" in config):  # on a GPU, choosing also detects fp8 support
-        choose = extensions.load(extensions.STEPS)
+        choose = extensions.load(extensions.BACKENDS)
         backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
     if model.embed.dtype == torch.float16 and model.args.qkv_bias:
         log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
@@ -73,17 +72,18 @@ class Target:
     config: dict  # its config.json
     tokenizer: Tokenizer | None
     log: Callable[[str], None]
-    backend: Step = TORCH
+    backend: Backend = TORCH_BACKEND
 
     def engine(
-        self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None,
+        self, drafting: DraftOptions = DraftOptions(), *, batch: int = 1, max_seq_len: int | None = None,
         serves: bool = False,
     ) -> Engine:
         """Make an engine for up to `batch` concurrent requests. The larger the batch, the smaller the trees.
 
         max_seq_len: maximum number of tokens of prompt and output (default: `default_max_seq_len`). serves:
-        compile steps for smaller batches too, as requests come and go. Raises InputError, one line, if the
-        head or draft model is missing, damaged or does not fit, or the caches do not fit in memory.
+        requests come and go, some of them `plain`: compile steps for smaller batches too. Raises InputError,
+        one line, if the head or draft model is missing, damaged or does not fit, or the caches do not fit in
+        memory.
         """
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
@@ -100,7 +100,7 @@ class Target:
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, log=self.log, scheduler=scheduler,
             batch_sizes=(batch,) if self._compiles and not serves else None,
-            tokenizer=self.tokenizer,
+            tokenizer=self.tokenizer, plain_requests=serves,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
         )
         if self.backend.self_check:
@@ -112,7 +112,7 @@ class Target:
         if (kv := self.runtime.kv) != "auto":
             self.model.Caches = self.backend.caches.get(kv) or extensions.load(extensions.CACHES[kv])
 
-    def default_max_seq_len(self, drafting: Drafting, batch: int) -> int:
+    def default_max_seq_len(self, drafting: DraftOptions, batch: int) -> int:
         """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.
 
         The caches of `batch` requests take at most `MAX_CACHE_FRACTION` of the free memory. A shorter length
@@ -160,7 +160,7 @@ class Target:
                 " output with drafting may differ at near ties; --dtype bf16 suits fp16 ones"
             )
 
-    def _build_drafter(self, drafting: Drafting, max_seq_len: int, batch: int) -> Drafter | None:
+    def _build_drafter(self, drafting: DraftOptions, max_seq_len: int, batch: int) -> Drafter | None:
         device = self.model.embed.device
         default = self.backend.default_tree(device, "quantization" in self.config, batch)
         build = partial(
@@ -174,4 +174,4 @@ class Target:
             if not drafting.optional:
                 raise
             self.log(f"--speculate auto: {e}; falling back to prompt lookup")
-            return build(Drafting("lookup"))
+            return build(DraftOptions("lookup"))

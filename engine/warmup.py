@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from engine.engine import Engine
+from engine.prompt_scores import chunk_logits
 from engine.runner import SLOT_STEP
 from engine.sampling import Modes, Sampling
 
@@ -11,7 +12,8 @@ def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
 
     exhaustive: also at each context length, of each drafter, with every option, and each pass over prompts.
     """
-    runner, modes = engine.runner, Modes.of_requests([sampling], compiled=True)
+    runner, deferred = engine.runner, engine.slots.deferred
+    modes = Modes.of_requests([sampling], compiled=True)
     needs = range(1, runner.cache_slots + 1, SLOT_STEP) if exhaustive and runner.captured else (1,)
     sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, needs)}
     drafters = [*dict.fromkeys(engine.scheduler.drafters)]
@@ -27,8 +29,8 @@ def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
                     if exhaustive:
                         runner.step(group, live_slots, drafter, all_modes)
                         runner.step(group, live_slots, drafter, all_modes, {})
-                for unread in runner.chunks if exhaustive and runner.max_unread else ():
-                    runner.prefill_unread(group, live_slots, min(unread, runner.max_unread))
+                for unread in runner.chunks if exhaustive and deferred else ():
+                    deferred.prefill(group, live_slots, min(unread, runner.max_unread))
             # Prompts are read in each slot alone, and in all of them together. Slots above 0 are never
             # captured: one size is enough for them.
             slots = {(slot, 1) for slot in range(1 if index else engine.batch)}
@@ -37,4 +39,4 @@ def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
                     if size <= live_slots.shape[0]:
                         x = runner.prefill(runner.slot_range(first, count), live_slots, size, all_modes)
                         if (first, count) == (0, 1):  # as `score_prompt`
-                            runner.logits(x)
+                            chunk_logits(runner, x)

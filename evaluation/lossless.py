@@ -14,6 +14,7 @@ from checkpoint.load import load_model, read_config
 from common.cli import no_memory
 from engine.sampling import gumbel, seed_keys
 from evaluation.answers import Answer
+from families.mixed import causal
 from kernels.tp import Ranks
 from model import Transformer
 from tokens.tokenizer import common_prefix
@@ -107,4 +108,4 @@ class Judge:
                 self.device = "cpu"
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32)
         ids = torch.tensor([prefix], device=self.device)
-        return self._target.logits(self._target.causal(ids)[0][:, -1])[0]
+        return self._target.logits(causal(self._target, ids)[0][:, -1])[0]

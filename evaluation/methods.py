@@ -8,7 +8,7 @@ from checkpoint.folder import identity
 from common.errors import InputError
 from common.writing import digest
 from drafters.options import flags_of, is_resizable
-from engine.drafting import Drafting, given_flags
+from engine.drafting import DraftOptions, given_flags
 from engine.engine import Engine
 from engine.request import encode
 from engine.sampling import Sampling
@@ -37,8 +37,8 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
     return settings
 
 
-def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Drafting]:
-    """Return each method's `Drafting` by name, plain decoding first, from the options of evaluate.py.
+def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, DraftOptions]:
+    """Return each method's `DraftOptions` by name, plain decoding first, from the options of evaluate.py.
 
     A flag applies to the methods that take it. Raises InputError or ValueError.
     """
@@ -46,12 +46,12 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     given = given_flags(o)
     taken = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
-    # Flags that no method takes go to all: the first Drafting, PLAIN's, rejects them.
+    # Flags that no method takes go to all: the first DraftOptions, PLAIN's, rejects them.
     for name in dict.fromkeys((PLAIN, *methods)):
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
         window = o.draft_window if is_resizable(name) or not any(map(is_resizable, methods)) else None
-        draftings[name] = Drafting(name, flags=flags, window=window, **own)
+        draftings[name] = DraftOptions(name, flags=flags, window=window, **own)
     return draftings
 
 
@@ -63,7 +63,7 @@ class Contender(NamedTuple):
 
 
 def load_contenders(
-    target: Target, draftings: dict[str, Drafting], max_seq_len: int | None
+    target: Target, draftings: dict[str, DraftOptions], max_seq_len: int | None
 ) -> dict[str, Contender]:
     """Return an engine for each method, by name; they share the target.
 

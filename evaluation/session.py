@@ -14,12 +14,12 @@ from tqdm import tqdm
 from checkpoint.convert import converted_folder
 from checkpoint.load import read_config_if_converted
 from common.errors import counted
+from common.hashes import seed_of
 from common.writing import digest, write_text
 from engine.conversion import check_draft, convert_if_needed
-from engine.drafting import Drafting
-from engine.runtime import Runtime
-from engine.sampling import Sampling, seed_of
-from engine.step import step_of
+from engine.drafting import DraftOptions
+from engine.runtime import Runtime, step_of
+from engine.sampling import Sampling
 from engine.target import load_target
 from evaluation.answers import PLAIN, Answer, AnswerStore, check_options, rotated
 from evaluation.lossless import Difference, Judge
@@ -35,7 +35,7 @@ class Evaluation:
     """The methods, the questions, and the answers so far."""
 
     def __init__(
-        self, o, runtime: Runtime, draftings: dict[str, Drafting], sets: dict[str, list[dict]],
+        self, o, runtime: Runtime, draftings: dict[str, DraftOptions], sets: dict[str, list[dict]],
         log: Callable[[str], None], ranks: Ranks | None = None,
     ):
         """Load the target and each method on it, as the options `o` of evaluate.py ask for.

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError
-from common.writing import atomic_path
 from kernels.isa import InstructionSet, vendor
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
@@ -60,6 +59,8 @@ def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
         if not (linked := Path(build, "kernels.so")).exists():
             raise NoKernels(f"{command[0]} did not write a library; set CXX to another one")
         library = folder / f"{stem}-{compiler}.so"
+        from common.writing import atomic_path
+
         with atomic_path(library) as part:  # another process may be doing the same
             shutil.copyfile(linked, part)
     log(f"compiling the kernels took {time.perf_counter() - start:.1f} s")

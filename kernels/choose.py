@@ -7,41 +7,46 @@ import torch
 
 from common.cli import KV_DTYPES
 from common.errors import InputError
-from engine.step import TORCH, Step
+from engine.runtime import TORCH_BACKEND, Backend
 from kernels.build import NoKernels
-from kernels.cpu import CpuStep
-from kernels.gpu import device as gpu_device
-from kernels.quantized import detect_fp8
+from kernels.cpu import CpuBackend
 
 
 def choose_backend(
     device: torch.device | str, kernels: bool = True, isa: str | None = None,
     log: Callable[[str], None] = lambda line: None, required: bool = False,
-) -> Step:
+) -> Backend:
     """Return the backend for a device.
 
     kernels: use ours where they run. isa: the instruction set of CPU kernels (`kernels.isa.SETS`); None: the
-    best. required: an option needs the CPU kernels. Without a compiler for them, return PyTorch's step
+    best. required: an option needs the CPU kernels. Without a compiler for them, return PyTorch's
     and log the reason. Raises InputError if the processor lacks the instruction set; NoKernels, an
     InputError, if the compiler is missing or fails and `required` or `isa` is given.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        detect_fp8(device, log)
-    if kernels and device.type == "cpu":
-        try:
-            return CpuStep.load(isa, log)
-        except NoKernels as e:
-            if required or isa is not None:
-                raise
-            log(f"{e}. Until then PyTorch decodes alone, which is slower")
-    elif kernels and gpu_device.runs_kernels(device):
-        from kernels.gpu.backend import CudaStep  # imports Triton, which takes time
+        return _choose_cuda(device, kernels, log)
+    try:
+        return CpuBackend.load(isa, log) if kernels and device.type == "cpu" else TORCH_BACKEND
+    except NoKernels as e:
+        if required or isa is not None:
+            raise
+        log(f"{e}. Until then PyTorch decodes alone, which is slower")
+    return TORCH_BACKEND
 
-        return CudaStep()
-    elif kernels and device.type == "cuda":
+
+def _choose_cuda(device: torch.device, kernels: bool, log: Callable[[str], None]) -> Backend:
+    from kernels.gpu.device import runs_kernels
+    from kernels.quantized import detect_fp8
+
+    detect_fp8(device, log)
+    if kernels and runs_kernels(device):
+        from kernels.gpu.backend import CudaBackend  # imports Triton, which takes time
+
+        return CudaBackend()
+    if kernels:
         log("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
-    return TORCH
+    return TORCH_BACKEND
 
 
 def check_kv(kv: str, on_cpu_kernels: bool) -> None:

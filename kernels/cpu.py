@@ -1,4 +1,4 @@
-"""The step on CPUs: C++ operators (`csrc/`), compiled for one instruction set (`kernels.isa`).
+"""Backend and step on CPUs: C++ operators (`csrc/`), compiled for one instruction set (`kernels.isa`).
 
 Every operator is batch-invariant: a token's result does not depend, bit for bit, on the tokens computed with
 it. So drafted text equals plain text in bfloat16 too. A step calls a few large operators and needs no
@@ -16,10 +16,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from engine.draft import Drafter
+from engine.runtime import Backend
 from engine.state import State
 from engine.step import Step
 from head import Eagle3Head
-from kernels import packed
+from kernels import cpu_cache, packed
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
 from tree import Growth, Tree, TreeShape
@@ -37,23 +38,22 @@ class Layout(NamedTuple):
     nibbles_per_word: int  # inputs in a word of a q4 weight
 
 
-class CpuStep(Step):
-    """The step on C++ operators, such as `torch.ops.eagle_avx2`. isa: one that the processor has."""
+class CpuBackend(Backend):
+    """Models on C++ operators, such as `torch.ops.eagle_avx2`. isa: one that the processor has."""
 
-    batch_invariant, static_shapes = True, False
-    caches = {"auto": packed.CpuCaches, "int8": packed.Int8Caches}
+    caches = {"auto": cpu_cache.CpuCaches, "int8": cpu_cache.Int8Caches}
     # A head reads all its weights at each level; w8a8 costs no acceptance (docs/quantizing.md).
     quantized_at_load = {torch.bfloat16: "w8a8"}
-    loaded: dict[str, CpuStep] = {}  # by instruction set
+    loaded: dict[str, CpuBackend] = {}  # by instruction set
 
     def __init__(self, isa: InstructionSet):
         self.name, self.ops = isa.name, getattr(torch.ops, namespace(isa))
-        self.layout = Layout(*self.ops.layout())
+        self.layout, self.step = Layout(*self.ops.layout()), CpuStep(self.ops)
         self._in_threads = False
 
     @classmethod
-    def load(cls, isa: str | None = None, log: Callable[[str], None] = lambda line: None) -> CpuStep:
-        """Return the step of an instruction set, by name; None: the one that `kernels.isa.choose` returns.
+    def load(cls, isa: str | None = None, log: Callable[[str], None] = lambda line: None) -> CpuBackend:
+        """Return the backend of an instruction set, by name; None: the one that `kernels.isa.choose` returns.
 
         Compiles the kernels unless they are cached. Raises InputError if the processor lacks the instruction
         set; NoKernels, an InputError, if the C++ compiler is missing or fails.
@@ -68,7 +68,7 @@ class CpuStep(Step):
         return cls.loaded[chosen.name]
 
     def prepare(self, *models: nn.Module) -> bool:
-        """Pack the weights of models in place, see `Step.prepare`.
+        """Pack the weights of models in place, see `Backend.prepare`.
 
         float16, odd row sizes in bfloat16, and fp8 weights stay unpacked.
         """
@@ -101,7 +101,19 @@ class CpuStep(Step):
             return TreeShape(4, 2, 2)
         return super().default_tree(device, quantized, batch)
 
-    # -- phases and operations of a step ------------------------------------------------------
+    def delta(self, cache, block, paths) -> Tensor:
+        """See `families.hybrid.DeltaCache.outputs`."""
+        where = paths.length, paths.positions, paths.local
+        return self.ops.delta(cache.mixed, cache.rates, *where, cache.state, cache.start)
+
+
+class CpuStep(Step):
+    """The phases and operations of a step as C++ operators."""
+
+    batch_invariant, static_shapes = True, False
+
+    def __init__(self, ops):
+        self.ops = ops
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
         return self.ops.visible_slots(length, local, slots.shape[0])
@@ -116,7 +128,7 @@ class CpuStep(Step):
         growth.set_beam(*beam)
         return parent
 
-    def prune_candidates(
+    def prune(
         self, root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
         costs=None,
     ) -> Tree:
@@ -126,11 +138,11 @@ class CpuStep(Step):
         head = drafter.network
         fused = head.fused if isinstance(head, Eagle3Head) else None
         if drafter.resizable and fused is not None and fused.has_draft_operator:
-            return Tree(*fused.draft(drafter, state, slots, noise, costs))
+            return Tree(*fused.draft(self, drafter, state, slots, noise, costs))
         return super().draft(drafter, state, slots, noise, costs)
 
     def verify(
-        self, target: nn.Module, drafted: Tree, state, slots: Tensor, caches: packed.CpuCaches,
+        self, target: nn.Module, drafted: Tree, state, slots: Tensor, caches: cpu_cache.CpuCaches,
         aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         if target.fused is not None:
@@ -140,11 +152,6 @@ class CpuStep(Step):
     def join(self, one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
         return Tree(*self.ops.join(*fields, nodes, *costs or packed.NO_COSTS))
-
-    def delta(self, cache, block, paths) -> Tensor:
-        """See `families.hybrid.DeltaCache.outputs`."""
-        where = paths.length, paths.positions, paths.local
-        return self.ops.delta(cache.mixed, cache.rates, *where, cache.state, cache.start)
 
     def lookup(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
         tables = matcher.chain, matcher.ahead, matcher.first_scores, matcher.later_scores
@@ -172,14 +179,15 @@ class CpuStep(Step):
 
     def commit(
         self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
-        caches: packed.CpuCaches | None = None, *, active: Tensor | None = None, append: bool = False,
+        caches: cpu_cache.CpuCaches | None = None, *, active: Tensor | None = None, append: bool = False,
     ) -> Tensor:
         table, head_dim = None, 0
-        if isinstance(caches, packed.CpuCaches):
+        if isinstance(caches, cpu_cache.CpuCaches):
             table, head_dim = caches.table, caches.head_dim
         elif caches is not None:
             caches.move(state.length[:, None] + path, state.length[:, None] + torch.arange(path.shape[1]))
         return self.ops.commit(
             tokens, count, path, features, table, head_dim, state.tokens, state.root, state.length,
-            state.done, state.out, state.limit, state.stop_ids, active, append, state.features, state.n_new,
+            state.done, state.out, state.limit, state.stop_ids, active, append, state.features,
+            state.n_unread,
         )

@@ -1,4 +1,4 @@
-"""Models on `kernels.cpu.CpuStep`, with weights packed for its operators.
+"""Models on `kernels.cpu.CpuBackend`, with weights packed for its operators.
 
 `pack_models` converts models in place. Packed modules are for inference only: they have no gradient and no
 `weight`. They call the operators (`ops`, see csrc/operators.cpp) of their backend.
@@ -13,7 +13,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -22,111 +22,27 @@ import torch.nn as nn
 from torch import Tensor
 
 from head import Eagle3Head
+from kernels.cpu_cache import CpuCaches, angles
 from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding
 from model import (
     MLP,
     Block,
     KVCache,
-    KVCaches,
-    ModelArgs,
     PassInputs,
     RMSNorm,
     TargetBlock,
     Transformer,
-    lazy_zeros,
 )
 from tree import Tree
 
 if TYPE_CHECKING:
     from engine.draft import Drafter
     from engine.state import State
+    from engine.step import Step
 
 NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.scheduler.Choice`
 SAME_DTYPE, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by activation of the gate
-
-
-# -- caches ------------------------------------------------------------------------------------
-
-
-class CpuCache(KVCache):
-    """A `KVCache` with attention in one operator, which reads the mask directly."""
-
-    def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
-        ops = self.backend.ops
-        angles = block.layer_cos_sin(shared.cos_sin(partial(_angles, ops)))
-        caches, scores = (self.k, self.v, shared.slots, shared.visible), (block.sinks, block.score_cap)
-        return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window, *scores)
-
-
-class CpuCaches(KVCaches):
-    """`KVCaches` for the operators."""
-
-    Layer = CpuCache
-
-    @classmethod
-    def allocate(
-        cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
-    ) -> CpuCaches:
-        return super().allocate(args, batch, slots, dtype, device, backend)._bind(args.head_dim, backend)
-
-    def _bind(self, head_dim: int, backend) -> CpuCaches:
-        self.head_dim, self.backend = head_dim, backend
-        self._network: tuple = None, None  # a model, and its `network`
-        for cache in self:
-            cache.backend = backend
-        return self
-
-    def rows(self, first: int, count: int) -> CpuCaches:
-        return super().rows(first, count)._bind(self.head_dim, self.backend)
-
-    @property
-    def keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys by layer, values by layer."""
-        return [cache.k for cache in self], [cache.v for cache in self]
-
-    @cached_property
-    def table(self) -> Tensor:
-        """The argument of csrc/operators.cpp: cache_table for these caches. Their memory must not move."""
-        return self.backend.ops.cache_table(*self.keys_and_values)
-
-    def network(self, model: Transformer | Eagle3Head) -> tuple:
-        """Return a model, for these caches, as the C++ type Network (csrc/operators.cpp). Cached."""
-        if self._network[0] is not model:
-            args, tensors = model.args, (*model.fused.weights, *self.keys_and_values)
-            layer_table = self.backend.ops.layer_table(*tensors, args.norm_eps)
-            angles = model.inv_freq.float(), args.rope_factor
-            self._network = model, (*table_of(model.embed), *angles, layer_table, args.norm_eps)
-        return self._network[1]
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        self.backend.ops.move(self.table, self.head_dim, source, destination)
-
-
-class Int8Cache(CpuCache):
-    """Keys and values in int8, with one scale per head and slot, see csrc/kv_int8.h.
-
-    k, v: [B, blocks of slots, nkv, bytes of a block]; in memory heads precede blocks.
-    """
-
-    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str):
-        nn.Module.__init__(self)
-        for name, shape in zip(("k", "v"), shapes):
-            buffer = lazy_zeros(shape, torch.uint8, device).transpose(1, 2)
-            self.register_buffer(name, buffer, persistent=False)
-
-
-class Int8Caches(CpuCaches):
-    """`CpuCaches` in int8."""
-
-    @classmethod
-    def allocate(cls, args, batch, slots, dtype, device, backend) -> Int8Caches:
-        block_slots, *sizes = backend.ops.int8_block_sizes(args.head_dim)
-        shapes = [(batch, args.num_kv_heads, -(-slots // block_slots), size) for size in sizes]
-        return cls(Int8Cache(shapes, device) for _ in range(args.num_layers))._bind(args.head_dim, backend)
-
-    def entries(self, slots: int) -> int:
-        return -(-slots // self.backend.ops.int8_block_sizes(self.head_dim)[0])
 
 
 # -- modules -----------------------------------------------------------------------------------
@@ -196,11 +112,6 @@ class PackedEmbedding(nn.Module):
         return rows.view(*tokens.shape, -1)
 
 
-def table_of(embed: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return an embedding as the C++ type Table (csrc/operators.cpp)."""
-    return embed.table if isinstance(embed, PackedEmbedding) else (embed.weight, None, None)
-
-
 def _constant(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
@@ -257,11 +168,6 @@ class PackedNorm(nn.Module):
         return self.backend.ops.rms_norm(x, self.scale, self.eps)
 
 
-def _angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """`model.rope_table` as one operator."""
-    return ops.angles(positions, inv_freq.float(), args.rope_factor)
-
-
 # -- whole passes ------------------------------------------------------------------------------
 
 
@@ -281,8 +187,8 @@ class FusedBlock:
             inputs = x
         ops, eps = block.wqkv.backend.ops, block.mlp_norm.eps
         layer_table = ops.layer_table(*self.weights, [cache.k], [cache.v], eps)
-        angles = block.layer_cos_sin(shared.cos_sin(partial(_angles, ops)))
-        x, _ = ops.layers(x, *angles, layer_table, shared.slots, shared.visible, eps, (), inputs)
+        cos_sin = block.layer_cos_sin(shared.cos_sin(partial(angles, ops)))
+        x, _ = ops.layers(x, *cos_sin, layer_table, shared.slots, shared.visible, eps, (), inputs)
         return x
 
 
@@ -336,7 +242,7 @@ class FusedEagle3Head:
         return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
     def draft(
-        self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs
+        self, step: Step, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs
     ) -> tuple:
         """`Step.draft` in one operator: return the fields of the tree, and its number of levels."""
         head, shape = drafter.network, drafter.shape
@@ -348,16 +254,16 @@ class FusedEagle3Head:
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
             # `ops.draft` has one packed `fc`: other heads catch up in PyTorch.
-            return ops.grow(drafter.catch_up(head.backend, state, slots), *arguments)
+            return ops.grow(drafter.catch_up(step, state, slots), *arguments)
         unread = drafter.own_features(state.features), state.max_commit, *fc.operands, fc.columns
-        return ops.draft(state.tokens, state.n_new, *unread, *arguments)
+        return ops.draft(state.tokens, state.n_unread, *unread, *arguments)
 
 
 # -- packing models ----------------------------------------------------------------------------
 
 
 def pack_models(backend, *models: nn.Module) -> bool:
-    """Pack models in place, see `CpuStep.prepare`."""
+    """Pack models in place, see `CpuBackend.prepare`."""
     done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # models may share modules
 
     def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:

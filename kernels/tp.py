@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
+from common.hashes import hash56
 from common.torchrun import exit_with_torchrun
-from engine.sampling import hash56
 from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind

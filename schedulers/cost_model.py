@@ -1,18 +1,19 @@
 """Cost-based scheduler: each step drafts nothing, or the tree with the lowest predicted latency.
 
 Drafting costs time in which plain decoding would produce tokens. `schedulers.costs.Costs` predicts the
-seconds of a step: it starts from timed trials and learns from every step. `Acceptance` tracks the tokens that
-the steps of a request emit. A drafter with a network is switched on and off (`Tuner.next`). One without a
-network, such as prompt lookup, is almost free: it drafts at every step, and `MarginalCosts` keep the nodes
-whose expected gain exceeds their cost, often none. With our CPU kernels the choice never changes the output.
-Compiled and captured steps draft one of a few trees (`Tuner.prunes` is False), or nothing.
+seconds of a step: it starts from timed trials and learns from every step. `schedulers.acceptance.Acceptance`
+tracks the tokens that the steps of a request emit. A drafter with a network is switched on and off
+(`Tuner.next`). One without a network, such as prompt lookup, is almost free: it drafts at every step, and
+`MarginalCosts` keep the nodes whose expected gain exceeds their cost, often none. With our CPU kernels the
+choice never changes the output. Compiled and captured steps draft one of a few trees (`Tuner.prunes` is
+False), or nothing.
 """
 from __future__ import annotations
 
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from engine.runner import SlotRange
 from engine.sampling import Sampling
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
+from schedulers.acceptance import Acceptance, pooled, typical_drafts
 from schedulers.costs import (
     MAX_FLAT_NODES,
     MAX_SLOWDOWN,
@@ -43,94 +45,8 @@ from schedulers.marginal_costs import MarginalCosts
 from tree import Tree, TreeShape
 
 MAX_TREES = NetworkDrafter.max_trees
-# Trees that CUDA graphs are captured for, beside the default, and drafts that a step with a tree of so many
-# nodes typically accepts: our SmolLM2 head on the six sets, greedy (benchmarks/tau.py). Only ratios matter.
+# Trees that CUDA graphs are captured for, beside the default.
 CAPTURED_TREES = TreeShape(8, 2, 4), TreeShape(16, 4, 5), TreeShape(32, 5, 8), TreeShape(60, 7, 10)
-TYPICAL_DRAFTS = {1: 0.0, 8: 1.2, 16: 1.5, 32: 1.7, 60: 1.9}
-
-
-def typical_drafts(nodes: int) -> float:
-    """Return the drafts that a step with a tree of this size typically accepts, interpolated."""
-    below = max(n for n in TYPICAL_DRAFTS if n <= nodes)
-    above = min((n for n in TYPICAL_DRAFTS if n > nodes), default=below)
-    if above == below:
-        return TYPICAL_DRAFTS[below]
-    fraction = math.log(nodes / below) / math.log(above / below)
-    return TYPICAL_DRAFTS[below] + fraction * (TYPICAL_DRAFTS[above] - TYPICAL_DRAFTS[below])
-
-# -- accepted tokens per step -------------------------------------------------------------------
-
-# Weight of a step relative to the next one: in the ratios of a request, and in those of all requests.
-REQUEST_DECAY, GLOBAL_DECAY = 0.98, 0.998
-PRIOR_STEPS = 12.0  # weight of the initial value of a ratio, in steps
-INITIAL_SPEEDUP = 1.3  # `Acceptance.with_head` before the first measurement
-# Maximum of `with_head` / `without_head` in the prior of a new request.
-MAX_INITIAL_RATIO = 1.5
-MIN_CONFIDENCE = 0.5  # of a new request
-PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves ratios to the prior: acceptance varies
-
-
-class Ratio:
-    """An exponentially weighted ratio of two sums over steps."""
-
-    def __init__(self, value: float, decay: float):
-        self.numerator, self.denominator, self.decay = PRIOR_STEPS * value, PRIOR_STEPS, decay
-
-    def record(self, numerator: float, denominator: float) -> None:
-        """Add one step."""
-        self.numerator = self.decay * self.numerator + numerator
-        self.denominator = self.decay * self.denominator + denominator
-
-    @property
-    def value(self) -> float:
-        return self.numerator / self.denominator
-
-
-def pooled(ratios: Iterable[Ratio]) -> float:
-    """Return the ratio of several requests together."""
-    ratios = [*ratios]
-    return sum(r.numerator for r in ratios) / sum(r.denominator for r in ratios)
-
-
-class Acceptance:
-    """Tokens that the steps of one request emit, or those of all requests.
-
-    with_head, without_head: tokens emitted in the time of a plain step, by steps with the head and by those
-    without it. without_head is above 1 where prompt lookup drafts. confidence, headless_confidence: accepted
-    drafts / drafts that their scores predict, with the head and without.
-    """
-
-    def __init__(
-        self, with_head: float = INITIAL_SPEEDUP, without_head: float = 1.0, confidence: float = 1.0,
-        headless_confidence: float = 1.0, decay: float = GLOBAL_DECAY,
-    ):
-        self.with_head, self.without_head = Ratio(with_head, decay), Ratio(without_head, decay)
-        self.confidence = Ratio(confidence, decay)
-        self.headless_confidence = Ratio(headless_confidence, decay)
-
-    def prior(self) -> Acceptance:
-        """Return the prior of a new request."""
-        without_head = self.without_head.value
-        with_head = min(max(self.with_head.value, without_head), MAX_INITIAL_RATIO * without_head)
-        confidence = max(self.confidence.value, MIN_CONFIDENCE)
-        headless_confidence = max(self.headless_confidence.value, MIN_CONFIDENCE)
-        return Acceptance(with_head, without_head, confidence, headless_confidence, REQUEST_DECAY)
-
-    def record(self, head: bool, emitted: int, relative_cost: float | None, expected: float | None) -> None:
-        """Add a step, as in `Tuner.record`."""
-        for ratio, drafted in (self.confidence, head), (self.headless_confidence, not head):
-            if drafted and expected:
-                ratio.record(emitted - 1, expected)
-            else:
-                ratio.record(PRIOR_DECAY, PRIOR_DECAY)
-        if relative_cost is not None:
-            (self.with_head if head else self.without_head).record(emitted, relative_cost)
-            if not head:
-                self.with_head.record(PRIOR_DECAY * self.with_head.value, PRIOR_DECAY)
-
-
-# -- the choice --------------------------------------------------------------------------------
-
 MIN_TRIAL_ROUNDS, MAX_TRIAL_ROUNDS = 2, 12  # each round times every tree once
 REPEAT_SECONDS = 0.6  # if the trials take longer, MIN_TRIAL_ROUNDS rounds are run
 GROW_SECONDS = 3.0  # if the trials take longer, no larger tree is timed
@@ -420,6 +336,8 @@ class Record(NamedTuple):
 class CostScheduler(Scheduler):
     """Drafts with the network if the tuner chooses to, else with a drafter that has none, or not at all."""
 
+    skips_head = True
+
     def __init__(self, tuner: Tuner | None = None):
         self.tuner = tuner or Tuner()
 
@@ -477,7 +395,7 @@ class CostScheduler(Scheduler):
         long, lag = replace(sampling, max_new_tokens=engine.max_seq_len), engine.lag
 
         def run(count: int) -> None:
-            while len(engine.requests) < count:
+            while engine.batch - engine.free < count:
                 engine.admit([0], long)
             engine.finish_prompts()
             engine.step()
@@ -489,7 +407,7 @@ class CostScheduler(Scheduler):
                     self.tuner.run_trials(count, sampling.temperature > 0, lambda count=count: run(count))
         finally:
             engine.lag = lag
-            for request in engine.requests:
+            for request in [*filter(None, engine.slots.requests)]:
                 engine.remove(request)
 
     def describe(self, noisy: bool) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.step import Step
-from tree import Tree, prune_candidates
+from tree import Tree
 
 
 class MarginalCosts(NamedTuple):
@@ -55,4 +55,4 @@ class MarginalCosts(NamedTuple):
         scores, tokens, parents = (x[:, 1:] for x in (tree.scores.float(), tree.tokens, tree.parent - 1))
         nodes = tree.tokens.shape[1]
         below = tree.tokens[:, 0], scores, tokens, parents
-        return step.dispatch(prune_candidates, *below, nodes, nodes - 1, self)
+        return step.prune(*below, nodes, nodes - 1, self)

@@ -109,6 +109,6 @@ def follow(engine: Engine, channel: Channel) -> None:
             engine.admit(prompt, sampling, **options)
         elif name == "remove":
             # Engines with the same calls use the same slots.
-            engine.remove(next(request for request in engine.requests if request.slot == arguments[0]))
+            engine.remove(engine.slots.requests[arguments[0]])
         else:
             engine.step()

@@ -41,7 +41,7 @@ def test_what_a_page_names_exists(page):
 def test_the_lines_of_the_diffs_are_in_the_files():
     diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     files = re.findall(r"^\+\+\+ b/(.*)\n((?:\+[^+].*\n)+)", "".join(diffs), re.MULTILINE)
-    assert len(files) > 10
+    assert len(files) >= 10
     for file, lines in files:
         source = (ROOT / file).read_text().splitlines()
         for line in lines.splitlines():

@@ -9,14 +9,14 @@ import torch
 
 from common.errors import InputError
 from engine import target as targets
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from llm import LLM
 
 FEW = {"max_new_tokens": 4}
 TURN = {"role": "user", "content": "Hello"}
 WRONG = (  # of LLM, arguments after the checkpoint, and what is said
     (("eagle-3",), {}, "speculate eagle-3: unknown (did you mean eagle3?); choose from"),
-    ((Drafting("eagle3"),), {"tree": "paper"}, "draft and tree are fields of Drafting: set them there"),
+    ((DraftOptions("eagle3"),), {"tree": "paper"}, "draft and tree are fields of DraftOptions: set them"),
     ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a valid string"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
     ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; "),
@@ -81,4 +81,4 @@ def test_the_context_is_what_fits_in_memory(llm, monkeypatch, free, batch, room)
     """A quarter of what is free, in powers of two, at 2 kB a token; no less than 2,048."""
     monkeypatch.setattr(targets, "free_memory", lambda device: free)
     monkeypatch.setattr(llm.target.model, "args", replace(llm.target.model.args, max_seq_len=10_000))
-    assert llm.target.default_max_seq_len(Drafting(), batch) == room
+    assert llm.target.default_max_seq_len(DraftOptions(), batch) == room

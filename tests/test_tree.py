@@ -7,7 +7,7 @@ import torch
 from helpers.states import paths
 
 from drafters.static import PathTree
-from engine.step import TORCH
+from engine.step import Step
 from schedulers.marginal_costs import MarginalCosts
 from tree import Growth, TreeShape, prune_candidates
 
@@ -33,7 +33,7 @@ def grow(shape: TreeShape, draw, root: int):
         ]
         nodes = nodes + newest
     best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][1], i))[: shape.nodes - 1]
-    return growth.prune(TORCH, torch.tensor([root])), {nodes[i][0] for i in best}
+    return growth.prune(Step(), torch.tensor([root])), {nodes[i][0] for i in best}
 
 
 @pytest.mark.parametrize("shape", [(16, 3, 4), (60, 7, 10), (5, 0, 4), (5, 3, 1), (2, 1, 2), (13, 2, 3)])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from common.writing import digest
+from families.mixed import causal
 from kernels import isa
 from kernels.quantized import QuantizedLinear
 from model import Embedding, Linear, Transformer
@@ -54,7 +55,7 @@ class Features:
     @torch.no_grad()
     def compute(self, ids: list[int]) -> TargetStates:
         """Return the states [n, ...] of a row of token ids, in `dtype`."""
-        x, features = self.target.causal(torch.tensor([ids], device=self.device), self.aux_layers)
+        x, features = causal(self.target, torch.tensor([ids], device=self.device), self.aux_layers)
         states = x[..., :0] if features is None else features, self.target.norm(x)
         return TargetStates(*(x[0].to(self.dtype) for x in states))
 

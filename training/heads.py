@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint.dense import eagle3_aux_layers
 from checkpoint.load import check_args, class_of
-from head import Eagle1Head, Eagle3Head, Head, HeadArgs, eagle3_aux_layers
+from head import Eagle1Head, Eagle3Head, Head, HeadArgs
 from model import ModelArgs, Transformer
 from networks.block import DSparkHead, evenly_spaced_layers
 from networks.markov import MarkovArgs
@@ -157,7 +158,7 @@ def new_head(
             head.fc.weight.mul_(0.3)
             head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
             if args.own_lm_head:
-                head.lm_head.weight.copy_(target.lm_head_weight.float().cpu()[draft_ids.cpu()])
+                head.lm_head.weight.copy_(target.output_layer.weight.float().cpu()[draft_ids.cpu()])
                 head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
         _initialize_block_weights(head, target, copied)
     head.draft_ids.copy_(draft_ids)
@@ -178,11 +179,11 @@ def _weights_of(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str
     for name in {"lm_head.weight", "markov_out.weight"} & copied.keys():  # a row for each draft id
         others: Tensor | float = 0.0
         if name == "lm_head.weight":
-            rows = target.lm_head_weight.detach().float().cpu()
+            rows = target.output_layer.weight.detach().float().cpu()
             others = _predict_lm_head(rows, start_ids, copied[name])[draft_ids]
         copied[name] = torch.where(known, copied[name][index], others)
     if "lm_head.weight" not in copied and len(draft_ids) < len(start_ids):  # it shared the target's
-        copied["lm_head.weight"] = target.lm_head_weight.detach().float().cpu()[draft_ids]
+        copied["lm_head.weight"] = target.output_layer.weight.detach().float().cpu()[draft_ids]
     return copied
 
 

@@ -152,7 +152,7 @@ class Eagle3Objective(Objective):
 
     def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
         super().__init__(target, head, head.args.drafts or steps or TTT_STEPS, **more)
-        self.lm_head_weight = target.lm_head_weight[head.draft_ids]
+        self.lm_head_weight = target.output_layer.weight[head.draft_ids]
         self.cap_logits = getattr(target, "cap_logits", lambda x: x)  # of `families.variants`
 
     def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):

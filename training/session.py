@@ -29,7 +29,7 @@ from common.names import program
 from common.writing import staging
 from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
 from engine.engine import Engine
-from engine.step import TORCH
+from engine.runtime import TORCH_BACKEND
 from head import Head
 from kernels.choose import choose_backend
 from networks.weights import own_state
@@ -109,14 +109,14 @@ class Session:
         head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
         on_cpu = torch.device(device).type == "cpu"
-        backend = choose_backend("cpu", log=note) if on_cpu else TORCH
-        self.compiled = not on_cpu or backend is not TORCH
+        backend = choose_backend("cpu", log=note) if on_cpu else TORCH_BACKEND
+        self.compiled = not on_cpu or backend is not TORCH_BACKEND
         # Training needs unpacked weights. States of a quantized target are computed by its kernels instead.
         self.identity, self.decoding = identity(self.target), self.target
         self.quantized = bool(self.config.get("quantization", {}).get("mode"))
         if self.quantized:
             self.target = without_layers(self.target)
-        elif backend is not TORCH:
+        elif backend is not TORCH_BACKEND:
             self.decoding = copy.deepcopy(self.target)
         backend.prepare(self.decoding)
         self.collect()

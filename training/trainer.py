@@ -14,9 +14,9 @@ import torch
 from checkpoint.folder import identity
 from common.cli import note
 from common.errors import InputError, library_errors
+from common.hashes import seed_of
 from common.progress import progress_bar
 from common.writing import atomic_path, digest
-from engine.sampling import seed_of
 from head import Head
 from training.batches import batches
 from training.features import Features

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from common.errors import InputError, counted
+from common.hashes import seed_of
 from common.progress import progress_bar
 from common.writing import digest, writing
 from engine.engine import Engine
 from engine.request import Request
-from engine.sampling import Sampling, seed_of
+from engine.sampling import Sampling
 from tokens.tokenizer import PromptTooLong, Tokenizer, common_prefix
 from training.data import Line, extend, read_shards
 from training.processes import ProcessGroup

@@ -1,4 +1,4 @@
-"""The step on GPUs: Triton kernels for attention and KV caches, quantized products, experts and ranking.
+"""Backend and step on GPUs: Triton kernels for attention, KV caches, quantized products, experts and ranking.
 
 `kernels.gpu.cache` has attention, `kernels.gpu.products` products with quantized weights, `kernels.gpu.dense`
 the pass of a 16-bit target over few tokens, `kernels.gpu.experts` mixtures of experts and `kernels.gpu.delta`
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import extensions
 from engine.draft import materialize
+from engine.runtime import Backend
 from engine.step import Step
 from head import Head
 from kernels.gpu import dense, experts, products, ranking, sampling
@@ -26,25 +27,9 @@ from tree import gather_tokens
 
 
 class CudaStep(Step):
-    """The step on NVIDIA GPUs of compute capability 8.0 and later (`device.runs_kernels`)."""
-
-    name, self_check = "cuda", "engine.check:check"
-    caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
-    quantized_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
+    """The operations of a step that have Triton kernels or that inductor compiles badly."""
 
     reads_length = property(lambda self: "attend" not in disabled)
-
-    def prepare(self, *models: nn.Module) -> bool:
-        super().prepare(*models)
-        for model in models:
-            if isinstance(model, Transformer | Head):
-                model.Caches, model.runs_on_backend = self.caches["auto"], True
-            for module in model.modules():
-                products.fuse(module)
-                experts.fuse(module)
-            if isinstance(model, Transformer):
-                dense.fuse(model)
-        return True
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> TreeMask:
         return TreeMask(slots, length, materialize(local.contiguous()))
@@ -52,11 +37,6 @@ class CudaStep(Step):
     def causal_mask(self, slots: Tensor, start: Tensor, count: int) -> TreeMask:
         token = torch.arange(count, device=slots.device)
         return TreeMask(slots, start, materialize((token <= token[:, None]).repeat(len(start), 1, 1)))
-
-    @property
-    def delta(self) -> Callable:
-        """See `families.hybrid.DeltaCache.outputs`."""
-        return extensions.load("kernels.gpu.delta:outputs")
 
     @with_fallback("rank", Step.rank)
     def rank(
@@ -83,3 +63,29 @@ class CudaStep(Step):
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         lowest = sampling.thresholds(logits, temperature, top_k, top_p)
         return torch.where(logits >= lowest[..., None], logits, float("-inf"))
+
+
+class CudaBackend(Backend):
+    """Models on NVIDIA GPUs of compute capability 8.0 and later (`device.runs_kernels`)."""
+
+    name, self_check = "cuda", "engine.check:check"
+    caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
+    quantized_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
+    step = CudaStep()
+
+    def prepare(self, *models: nn.Module) -> bool:
+        super().prepare(*models)
+        for model in models:
+            if isinstance(model, Transformer | Head):
+                model.Caches, model.runs_on_backend = self.caches["auto"], True
+            for module in model.modules():
+                products.fuse(module)
+                experts.fuse(module)
+            if isinstance(model, Transformer):
+                dense.fuse(model)
+        return True
+
+    @property
+    def delta(self) -> Callable:
+        """See `families.hybrid.DeltaCache.outputs`."""
+        return extensions.load("kernels.gpu.delta:outputs")

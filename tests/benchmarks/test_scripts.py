@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from checkpoint.load import load_model
+from families.mixed import causal
 
 pytestmark = pytest.mark.kernels
 TEXTS = "--checkpoint TARGET --max-new-tokens 12 --questions SETS"
@@ -91,7 +92,7 @@ def test_a_hugging_face_copy_is_the_target():
     target, config = load_model("TARGET")
     copy = transformers.AutoModelForCausalLM.from_pretrained("copy", dtype="auto")
     ids = torch.arange(40, 80)[None]
-    torch.testing.assert_close(copy(ids).logits, target.logits(target.causal(ids)[0]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(copy(ids).logits, target.logits(causal(target, ids)[0]), rtol=1e-4, atol=1e-4)
     assert copy.generation_config.eos_token_id == config["stop_ids"]
 
 

@@ -35,14 +35,15 @@ from drafters.draft_model import DraftModel
 from drafters.lookahead import Lookahead
 from drafters.ngram import NGram
 from engine.draft import HeadDrafter
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import load_target
 from families.hybrid import RING
+from families.mixed import causal
 from kernels.choose import choose_backend
-from kernels.packed import CpuCaches, Int8Caches
+from kernels.cpu_cache import CpuCaches, Int8Caches
 from kernels.quantized import LM_HEAD_MODES
 from quantize import main as quantize
 from tree import TreeShape
@@ -92,7 +93,7 @@ def test_target(tmp_path, name, kernels):
     tokens = torch.randint(0, V, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
-        logits = target.logits(target.causal(tokens)[0])
+        logits = target.logits(causal(target, tokens)[0])
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     limit = 5e-4 if name in HYBRIDS else 1e-4
     assert error < limit, f"the largest error is {error:.1e} of the largest logit"
@@ -118,7 +119,7 @@ def test_longrope_beyond_its_original_length(tmp_path):
     reference, folder = converted(tmp_path, "Phi-3 with longrope")
     loaded = load_target(folder, Runtime(device="cpu", compile=False))
     target, original = loaded.model, 256
-    assert loaded.default_max_seq_len(Drafting(), 1) == original and target.args.max_seq_len == 512
+    assert loaded.default_max_seq_len(DraftOptions(), 1) == original and target.args.max_seq_len == 512
     tokens = torch.randint(0, V, (original + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     for room, prompt in (original, tokens[:-50]), (2 * original, tokens):
         for drafter in None, NGram():

@@ -7,7 +7,7 @@ from helpers.decoding import load
 from checkpoint.load import read_config
 from common.errors import InputError
 from drafters.published import OPENINGS, advice
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
     for kind in {"eagle3", "eagle"} - {*kept}:
         shutil.rmtree(folder / kind)
     said: list[str] = []
-    found = Drafting("auto").resolve(folder, said.append)
+    found = DraftOptions("auto").resolve(folder, said.append)
     assert found.method == means and len(said) == (1 if kept else 4) and says in said[0]
     before = len(said)
     assert found.resolve(folder, said.append) == found and len(said) == before
@@ -40,11 +40,11 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
 
 def test_a_head_elsewhere(folder, tmp_path):
     (folder / "eagle").rename(tmp_path / "mine")
-    found = Drafting("auto", draft=tmp_path / "mine").resolve(folder, lambda line: None)
+    found = DraftOptions("auto", draft=tmp_path / "mine").resolve(folder, lambda line: None)
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
     with pytest.raises(InputError, match="no such file"):
-        Drafting("auto", draft=tmp_path).resolve(folder, lambda line: None)
-    found = Drafting("auto", draft=folder).resolve(tmp_path, lambda line: None)  # a target
+        DraftOptions("auto", draft=tmp_path).resolve(folder, lambda line: None)
+    found = DraftOptions("auto", draft=folder).resolve(tmp_path, lambda line: None)  # a target
     assert found.method == "lookup+draft-model" and found.draft == folder
 
 
@@ -60,7 +60,7 @@ def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text('{"format": 2, "kind": "target"}')
     said: list[str] = []
-    found = Drafting("auto").resolve(folder, said.append)
+    found = DraftOptions("auto").resolve(folder, said.append)
     assert (found.method, found.draft) == ("lookup+draft-model", tmp_path / "smaller") and len(said) == 1
     assert load(folder, "auto", compile=False, say=said.append).engine.drafter.network is None
     assert any(str(tmp_path / "smaller") in line and "falling back to prompt" in line for line in said), said

@@ -19,6 +19,7 @@ from drafters.medusa import MultiToken
 from drafters.static import PathTree
 from engine.engine import Engine
 from engine.sampling import Sampling, gumbel, seed_keys
+from families.mixed import causal
 from kernels.choose import choose_backend
 from tree import TreeShape
 
@@ -71,7 +72,7 @@ def test_the_layout_of_speculators(golden, models, tmp_path):
         "sample_from_anchor": False, "transformer_layer_config": config,
     }
     ids = torch.arange(0, 270, 3)
-    tensors |= {"lm_head.weight": models[0].lm_head_weight[ids].clone(), "d2t": ids - torch.arange(90)}
+    tensors |= {"lm_head.weight": models[0].output_layer.weight[ids].clone(), "d2t": ids - torch.arange(90)}
     write_head(tmp_path / "theirs", tensors, theirs)
     folder = convert(tmp_path / "theirs", tmp_path / "again", golden, quiet=True, dtype="fp32")
     again = load_head(folder, models[0])
@@ -159,7 +160,7 @@ def medusa_tokens(t: dict[str, Tensor], label: str, target, ids: list[int], thet
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
 
-    p, blocks = target.norm(target.causal(torch.tensor([ids[:-1]]))[0])[0], BLOCKS[label]
+    p, blocks = target.norm(causal(target, torch.tensor([ids[:-1]]))[0])[0], BLOCKS[label]
     if label == "hydra++":
         layer = f"{PREFIX}layers.0."
         read = rms(p, t[f"{layer}input_layernorm.weight"])
@@ -177,7 +178,7 @@ def medusa_tokens(t: dict[str, Tensor], label: str, target, ids: list[int], thet
             again, block, lm_head = blocks, f"{k}.0.", f"{k}.{blocks}"
         for _ in range(again):
             x = x + F.silu(linear(x, f"{block}linear"))
-        logits = linear(x, lm_head) if f"{lm_head}.weight" in t else target.lm_head_weight @ x
+        logits = linear(x, lm_head) if f"{lm_head}.weight" in t else target.output_layer.weight @ x
         tokens[path] = int(logits.topk(path[-1] + 1).indices[-1])
     return [tokens[path] for path in ((), *MEDUSA_TREE.paths)]
 

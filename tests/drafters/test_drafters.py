@@ -16,9 +16,10 @@ from drafters.lookahead import Lookahead
 from drafters.mixed import Mixed, join
 from drafters.pard import Pard
 from engine.draft import HeadDrafter
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.sampling import Sampling
+from families.mixed import causal
 from tree import Tree, TreeShape
 
 CHAIN = TreeShape(5, 3, 1)
@@ -48,7 +49,7 @@ def test_other_rows_after_the_last_id(golden, llm, tmp_path, rows):
     save_file(state | {n: state[n][kept] for n in ("embed.weight", "lm_head.weight") if n in state},
               folder / "model.safetensors")
     edit(folder, vocab_size=rows)
-    request, = llm.target.engine(Drafting("draft-model", folder, tree=CHAIN)).generate(
+    request, = llm.target.engine(DraftOptions("draft-model", folder, tree=CHAIN)).generate(
         [[256, *range(97, 120)]], Sampling(21))
     assert set(request.accept_lengths[:-1]) == {CHAIN.max_commit}
 
@@ -59,11 +60,11 @@ def test_a_parallel_draft_model(models, golden, tmp_path, llm):
     engine = Engine(target, Pard(target, CHAIN, mask_id=7), chunks=(8,), max_seq_len=250, compile=False)
     steps = watched(engine, [256, *range(97, 120)], Sampling(20))
     for text, drawn in steps:
-        x, _ = target.causal(torch.tensor([text + [7] * 3]))
+        x, _ = causal(target, torch.tensor([text + [7] * 3]))
         assert drawn.tokens[1:] == target.logits(x[0, -4:]).argmax(-1).tolist()
     shutil.copytree(golden, folder := tmp_path / "draft")
     edit(folder, pard_token=7)
-    drafter = llm.target.engine(Drafting("draft-model", folder)).drafter
+    drafter = llm.target.engine(DraftOptions("draft-model", folder)).drafter
     assert len(steps) > 3 and isinstance(drafter.resizable_part, Pard) and drafter.resizable_part.mask_id == 7
 
 
@@ -81,7 +82,7 @@ class Lists:
         first, new = [text[-1], *self.rows[0][1:]], []
         for c, token in enumerate(first):
             read = text + first[1 : c + 1] + [row[c] for row in self.rows[1:]]
-            new.append(int(self.target.logits(self.target.causal(torch.tensor([read]))[0][0, -1]).argmax()))
+            new.append(int(self.target.logits(causal(self.target, torch.tensor([read]))[0][0, -1]).argmax()))
             known = self.pool.setdefault(token, [])
             gram = [*(row[c] for row in self.rows[1:]), new[c]]
             if gram in known:

@@ -12,7 +12,7 @@ from drafters import ngram
 from drafters.ngram import INDEXED_LENGTHS, MAX_HITS, SEPARATOR, NGram, TokenFile
 from engine.engine import Engine
 from engine.sampling import Sampling
-from engine.step import TORCH
+from engine.step import Step
 from schedulers.cost_model import NOMINAL_COSTS, CostScheduler, Tuner
 from tree import Tree
 
@@ -54,12 +54,12 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
         torch.randint(0, k, (n,), generator=g).tolist() for k in (2, 3, 6) for n in (1, 2, 5, 17, 40, 55)
     ]
     drafter, state = NGram(lengths, shortest, longest), state_of(texts)
-    tree, hits = drafter.propose(TORCH, state, torch.arange(60), None), 0
+    tree, hits = drafter.propose(Step(), state, torch.arange(60), None), 0
     for b, text in enumerate(texts):
         want = searched(text, lengths, shortest, longest)
         got = dict(zip(drafter.shape.paths, tree.tokens[b, 1:].tolist()))
         assert [[got[(c, *[0] * i)] for i in range(n)] for c, n in enumerate(lengths)] == want, text
-        guess = has_match(drafter.propose(TORCH, state_of([text]), torch.arange(60), None))
+        guess = has_match(drafter.propose(Step(), state_of([text]), torch.arange(60), None))
         # A match of one token is rarely right.
         assert guess == (longest > 1 and any(places(text, max(shortest, 2), longest)))
         hits += guess
@@ -81,10 +81,10 @@ def test_finished_requests_are_searched_too():
     slots, tokens = torch.arange(60), [[9, 1, 2, 3, 4, 5], [7, 8, 9], [8, 9, 6, 5]]
 
     def found() -> bool:
-        return has_match(drafter.propose(TORCH, state, slots, None))
+        return has_match(drafter.propose(Step(), state, slots, None))
 
     def drafted() -> list[list[int]]:
-        tree = drafter.propose(TORCH, state, slots, None)
+        tree = drafter.propose(Step(), state, slots, None)
         return tree.tokens[:, [1 + drafter.shape.paths.index((0,) + (0,) * i) for i in range(3)]].tolist()
 
     assert drafted() == [[3, 3, 3], [9, 9, 9]] and not found()
@@ -132,7 +132,7 @@ def test_the_most_common_continuation_is_drafted_first():
     stored = torch.tensor([[1, 2, 3, 4, -1], [1, 2, 3, 5, -1], [9, 2, 3, 4, -1], [8, 2, 3, 5, -1],
                            [7, 2, 3, 4, -1]])
     drafter = NGram(max_match=8, file=TokenFile(stored.flatten().int()))
-    tree = drafter.propose(TORCH, state_of([[2, 3]]), torch.arange(60), None)
+    tree = drafter.propose(Step(), state_of([[2, 3]]), torch.arange(60), None)
     assert tree.tokens[0, 1:3].tolist() == [4, 5]
 
 

@@ -13,15 +13,15 @@ from helpers.heads import add_heads
 from checkpoint.load import load_head, load_model
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from engine.draft import HeadDrafter
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import Request
 from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import load_target
 from kernels.choose import choose_backend
+from kernels.cpu_cache import Int8Caches
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
-from kernels.packed import Int8Caches
 from kernels.quantized import Scheme
 from tree import TreeShape
 
@@ -87,7 +87,7 @@ def on_kernels(request, golden):
     """make(name) -> an engine on the CPU kernels, where 16-bit heads become w8a8; and the plain texts."""
     llm = load(golden, device="cpu", dtype=request.param, **SIZES)
     target, (raw, _) = llm.target, load_model(golden, "cpu", llm.target.runtime.torch_dtype)
-    assert target.model.runs_on_backend and target.backend.batch_invariant
+    assert target.model.runs_on_backend and target.backend.step.batch_invariant
 
     def prepare(*models):
         target.prepare_models(*models, quantize=True)
@@ -188,8 +188,8 @@ def test_text_is_plain_text(golden, kv, kind, dtype):
     """Three texts in two places, one sampled, over two blocks of slots, with accepted paths that leave gaps.
     """
     target = load_target(golden, Runtime("cpu", dtype, compile=kv == "int8", kv=kv))
-    plain = target.engine(Drafting(), max_seq_len=130)
-    fast = target.engine(Drafting("eagle3", tree=TreeShape(12, 2, 4)), batch=2, max_seq_len=130)
+    plain = target.engine(DraftOptions(), max_seq_len=130)
+    fast = target.engine(DraftOptions("eagle3", tree=TreeShape(12, 2, 4)), batch=2, max_seq_len=130)
     assert type(fast.runner.caches) is kind
     given, sampling = [PROMPT, PROMPT[3:], [*PROMPT, 65]], [Sampling(70 - i, i % 2, seed=i) for i in range(3)]
     requests: list[Request] = []

@@ -7,7 +7,8 @@ import torch
 from engine.request import Request
 from engine.sampling import Sampling
 from schedulers import cost_model
-from schedulers.cost_model import MAX_TREES, MIN_PROBE_INTERVAL, TRIALS, Acceptance, Costs, Plan, Size, Tuner
+from schedulers.acceptance import REQUEST_DECAY, Acceptance
+from schedulers.cost_model import MAX_TREES, MIN_PROBE_INTERVAL, TRIALS, Costs, Plan, Size, Tuner
 from tree import TreeShape
 
 
@@ -259,7 +260,7 @@ def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees)
 @pytest.mark.parametrize("head", (False, True))
 def test_without_drafts_trust_returns(head):
     """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
-    acceptance = Acceptance(0.7, 1.0, 0.2, decay=cost_model.REQUEST_DECAY)
+    acceptance = Acceptance(0.7, 1.0, 0.2, decay=REQUEST_DECAY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
     assert acceptance.confidence.value == pytest.approx(1, abs=0.01)

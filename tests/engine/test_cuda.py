@@ -82,7 +82,7 @@ def check_capture(engine: Engine, prompts: list[list[int]]) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
-                engine._launch(engine.requests)
+                engine._launch(engine.slots.requests)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     names = [event.name for event in seen.events()]

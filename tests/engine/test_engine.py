@@ -10,10 +10,11 @@ from helpers.drafters import make_drafter
 
 from drafters.mixed import Mixed
 from drafters.ngram import NGram
-from engine import runner
+from engine import engine as engines
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.sampling import Sampling
+from families.mixed import causal
 from schedulers.cost_model import MAX_TREES, CostScheduler, Plan, Tuner
 from tree import TreeShape
 
@@ -73,7 +74,7 @@ def test_logprobs_are_the_targets(models, temperature):
     assert found[0].ids == found[1].ids and max(found[1].accept_lengths) > 1
     text = prompt + found[0].ids
     with torch.no_grad():
-        p = target.logits(target.causal(torch.tensor([text]))[0])[0, :-1].log_softmax(-1)
+        p = target.logits(causal(target, torch.tensor([text]))[0])[0, :-1].log_softmax(-1)
     for output in found:
         scores = output.prompt_scores + output.scores
         assert len(scores) == len(text) - 1 and output.cached == 0
@@ -104,7 +105,7 @@ def test_whatever_else_is_running(models, models1, asked, name, batch, lag, few)
     """
     drafter, calls = make_drafter(name, *models, models1[1], lambda heads: None), {}
     options = {"lag": lag, "batch_sizes": (2, 5) if few else None, "max_seq_len": 300, "compile": False}
-    engine = Engine(models[0], drafter, batch=batch, **options)
+    engine = Engine(models[0], drafter, batch=batch, plain_requests=True, **options)
     if few:
         engine.runner.captured = lambda key, call, still: calls.setdefault(key, call)()
     made, expected = asked
@@ -173,7 +174,8 @@ def trees(engine: Engine, prompt: list[int]) -> list[list[int]]:
 def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
     """Only the new turn is read, and the head knows what was decoded without it."""
     scheduler = scheduler_of(SHAPE, choose=lambda requests, count: SHAPE) if tuned else None
-    engine = speculative(models, SHAPE, batch=2, max_seq_len=600, scheduler=scheduler)
+    engine = speculative(
+        models, SHAPE, batch=2, max_seq_len=600, scheduler=scheduler, plain_requests=not tuned)
     text = prompts(1, seed=6)[0]
     for turn in range(2):
         (made,) = engine.generate([text], Sampling(80), plain=True)
@@ -189,7 +191,7 @@ def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temp
 
     room: for tokens that the head has not read; requests in a crowd have more of them, or fewer.
     """
-    monkeypatch.setattr(runner, "MAX_UNREAD_TOKENS", room)
+    monkeypatch.setattr(engines, "MAX_UNREAD_TOKENS", room)
     large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
     scheduler = scheduler_of(small, large, choose=lambda requests, count: {1: large, 2: small}.get(count))
     made = [(prompt, Sampling(20 + 17 * i % 40, temperature, seed=i))
@@ -262,8 +264,9 @@ def test_ctrl_c_anywhere(models, seed):
             return out
         return called
 
-    for name in ("step", "prefill", "to_host", "prefill_unread"):
-        setattr(engine.runner, name, fragile(getattr(engine.runner, name)))
+    runner, deferred = engine.runner, engine.slots.deferred
+    for part, name in (runner, "step"), (runner, "prefill"), (runner, "to_host"), (deferred, "prefill"):
+        setattr(part, name, fragile(getattr(part, name)))
     interrupted = 0
     for _ in range(20):
         some, requests = [draw.randrange(8) for _ in range(4)], []

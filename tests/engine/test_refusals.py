@@ -9,7 +9,7 @@ import torch
 from helpers import edit, refused
 
 from common.errors import InputError
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import encode
 from engine.runtime import Runtime
@@ -32,7 +32,7 @@ def test_a_server_takes_as_many_slots_as_fit(target, monkeypatch):
     """A card with room for four slots serves four of sixteen; as many as were asked for, or an error. Memory
     that is not known refuses nothing.
     """
-    make = partial(largest_engine, target, Drafting(), max_seq_len=300)
+    make = partial(largest_engine, target, DraftOptions(), max_seq_len=300)
     room = make(batch=4, smallest=4).runner.cache_bytes
     monkeypatch.setattr("engine.runner.free_memory", lambda device: room + 1)
     assert make(batch=16, smallest=1).batch == 4
@@ -91,9 +91,9 @@ def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):
     """What no flag of a command can say, or not in these words; flags are in test_mistakes.py."""
     monkeypatch.chdir(folder)
     with refused(words):
-        llm.target.engine(Drafting(**options), max_seq_len=65)
+        llm.target.engine(DraftOptions(**options), max_seq_len=65)
 
 
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, folder):
-    engine = llm.target.engine(Drafting("draft-model", folder / "short", tree=TREE))
+    engine = llm.target.engine(DraftOptions("draft-model", folder / "short", tree=TREE))
     assert engine.drafter.shape == TREE and engine.max_seq_len == 64

@@ -13,7 +13,7 @@ from helpers.drafters import small_models
 
 from engine.sampling import MAX_STOPS, Modes, Sampling, gumbel, random_bits, restrict, seed_keys
 from engine.state import State
-from engine.step import TORCH, process_logits
+from engine.step import Step, process_logits
 from tree import TreeShape, depth_and_ancestors
 
 
@@ -87,7 +87,7 @@ def test_every_node_is_the_end_of_its_path():
             state.start_request(b, prompts[b].tolist(), request, 8)
         state.processors.count(outputs, torch.full((B,), 4))
         logits = torch.randn(B, T, V, generator=draw) * 3
-        found = process_logits(TORCH, logits, state, Modes.all_modes(True), tokens, ancestors)
+        found = process_logits(Step(), logits, state, Modes.all_modes(True), tokens, ancestors)
         for b, request in enumerate(REQUESTS):
             for t in range(T):
                 above = [a for a in range(1, T) if ancestors[b, t, a]]
@@ -138,8 +138,8 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
     modes, root = Modes(True, top_k > 0 or top_p < 1), torch.zeros(B, 1, dtype=torch.int64)
-    allowed = process_logits(TORCH, logits.expand(B, 1, V), state, modes, root)
-    chosen = TORCH.draw(allowed, TORCH.noise(state, 1, V))
+    allowed = process_logits(Step(), logits.expand(B, 1, V), state, modes, root)
+    chosen = Step().draw(allowed, Step().noise(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)
     assert counts[p == 0].sum() == 0

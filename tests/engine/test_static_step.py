@@ -20,7 +20,7 @@ from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.graphs import CapturedCalls, CompiledFunction
 from engine.sampling import Modes, Sampling
-from engine.step import TORCH
+from engine.step import Step
 from kernels.choose import choose_backend
 from model import ModelArgs
 from tree import TreeShape
@@ -101,7 +101,7 @@ def test_frozen_sequences_do_not_change(name):
     alone = ids(engine, texts, samplings)
     requests, runner, held = [], engine.runner, 0
     for event in engine.run(texts, samplings, requests):
-        if len(event.request.accept_lengths) not in (1, 2, 3) or len(engine.requests) < 3:
+        if len(event.request.accept_lengths) not in (1, 2, 3) or engine.free:
             continue
         kept = {
             name: buffer.clone()
@@ -128,7 +128,7 @@ def test_launches_and_exchanges_upload_nothing(models):
     while engine.slots.decoding < 3:
         engine.step()
     with torch.no_grad(), Uploads() as uploads:
-        engine._launch(engine.requests), engine.slots.swap(0, 2)
+        engine._launch(engine.slots.requests), engine.slots.swap(0, 2)
     assert not uploads.seen
 
 
@@ -171,7 +171,7 @@ def last_chunk(length: int, on_kernels: bool) -> Made:
     request.prefilled = length - CHUNK
     with Made() as made:
         engine._prefill_chunk()
-    assert engine.state.n_new.tolist() == [1]  # the prompt has been read, and gave a token
+    assert engine.state.n_unread.tolist() == [1]  # the prompt has been read, and gave a token
     return made
 
 
@@ -305,8 +305,10 @@ def test_ready_is_ready(monkeypatch):
     """
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = HeadDrafter(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
-    monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
-    engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), batch_sizes=(1, 2, 3))
+    monkeypatch.setattr(Step, "reads_length", True)  # as on our kernels: one graph for every length
+    engine = Engine(
+        target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), batch_sizes=(1, 2, 3),
+        plain_requests=True)
     allows_all = SimpleNamespace(error=None, advance=lambda ids: None, mask=lambda tokens, parent, into: None)
     engine.guide = lambda schema: allows_all
     calls, made = {}, []

@@ -7,7 +7,7 @@ from helpers import refused
 
 from checkpoint.load import load_model
 from common.writing import digest
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.sampling import Sampling
 from evaluate import parser
@@ -123,9 +123,9 @@ def test_options_reach_the_methods_that_take_them():
     line += " --tree eagle3=8,2,4 --draft-window 64 --level 3"
     o = parser().parse_args(line.split(" "))
     assert read_draftings(o, ["none", "eagle3", "draft-model", "lookahead"]) == {
-        "none": Drafting(), "eagle3": Drafting("eagle3", tree=TreeShape(8, 2, 4), window=64),
-        "draft-model": Drafting("draft-model", "DIR"),
-        "lookahead": Drafting("lookahead", flags={"level": 3}),
+        "none": DraftOptions(), "eagle3": DraftOptions("eagle3", tree=TreeShape(8, 2, 4), window=64),
+        "draft-model": DraftOptions("draft-model", "DIR"),
+        "lookahead": DraftOptions("lookahead", flags={"level": 3}),
     }
     with refused("--level belongs to --speculate lookahead"):
         read_draftings(o, ["eagle3", "draft-model"])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from families.mixed import causal
 from helpers.heads import layer_shapes, plain_layer, rms
 from model import Transformer
 
@@ -78,7 +79,7 @@ def published(label: str, target: Transformer, draft: int | None = None):
     }
     if "embed_tokens.weight" in tensors:  # DeepSpec's are copies
         tensors["embed_tokens.weight"] = target.embed.weight.clone()
-        tensors["lm_head.weight"] = target.lm_head_weight.clone()
+        tensors["lm_head.weight"] = target.output_layer.weight.clone()
     if draft:
         ids = torch.randperm(V, generator=g)[:draft].sort().values
         tensors["d2t"] = ids - torch.arange(draft)
@@ -91,7 +92,7 @@ class Reference:
     def __init__(self, tensors: dict[str, Tensor], config: dict, target: Transformer):
         self.t, self.target = tensors, target
         self.config = config | config.get("dflash_config", {})
-        self.lm_head = tensors.get("lm_head.weight", target.lm_head_weight)
+        self.lm_head = tensors.get("lm_head.weight", target.output_layer.weight)
         self.ids = torch.arange(len(self.lm_head)) + tensors.get("d2t", 0)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -104,7 +105,7 @@ class Reference:
 
     def features(self, ids: list[int], outputs: list[int]) -> Tensor:
         """Of all tokens but the last, side by side [n, states * H]."""
-        return self.target.causal(torch.tensor([ids[:-1]]), tuple(i + 1 for i in outputs))[1][0]
+        return causal(self.target, torch.tensor([ids[:-1]]), tuple(i + 1 for i in outputs))[1][0]
 
     def rows(self, ids: list[int]) -> Tensor:
         """What the lm_head reads for each level [levels, H]; the text's last token is the root."""

@@ -8,19 +8,20 @@ import torch
 from safetensors import safe_open
 
 from engine.draft import HeadDrafter
-from engine.drafting import Drafting
+from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import Draft
 from engine.runtime import Runtime
 from engine.sampling import Sampling
+from families.mixed import causal
 from llm import LLM
 from tree import TreeShape, depth_and_ancestors
 
 
 def load(checkpoint, method="none", *, batch=1, max_seq_len=None, say=lambda line: None, **options) -> LLM:
-    """An `LLM` in one call. options: fields of `Runtime` and `Drafting`."""
+    """An `LLM` in one call. options: fields of `Runtime` and `DraftOptions`."""
     runtime = {k: v for k, v in options.items() if k in Runtime.__dataclass_fields__}
-    drafting = Drafting(method, **{k: v for k, v in options.items() if k not in runtime})
+    drafting = DraftOptions(method, **{k: v for k, v in options.items() if k not in runtime})
     return LLM(checkpoint, drafting, batch_size=batch, max_seq_len=max_seq_len, log=say, **runtime)
 
 
@@ -101,8 +102,8 @@ def decode(
             if draw.random() < leaving:
                 engine.remove(request)
                 del here[request]
-        assert len(here) == len(engine.requests) == engine.batch - engine.free
-        assert all(engine.slots.requests[request.slot] is request for request in engine.requests)
+        assert len(here) == sum(map(bool, engine.slots.requests)) == engine.batch - engine.free
+        assert all(engine.slots.requests[request.slot] is request for request in here)
     return found
 
 
@@ -165,7 +166,7 @@ def check_distribution(target, engine: Engine) -> None:
     rows = torch.tensor(ids(engine, [prompt] * n, seeds))
 
     def probabilities(texts: list[list[int]]) -> torch.Tensor:
-        last = target.causal(torch.tensor(texts))[0][:, -1]
+        last = causal(target, torch.tensor(texts))[0][:, -1]
         return (target.logits(last).double() / temperature).softmax(-1)
 
     first = probabilities([prompt])[0]

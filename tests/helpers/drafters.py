@@ -52,7 +52,7 @@ def guessing_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, pref
             p.normal_(std=0.02 if "prefix_layer" in name else 0.002 * (p.ndim == 2))
     for stack in head.stacks if kind == "hydra" else ():
         stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
-    head.lm_head.weight.copy_(target.lm_head_weight[draft_ids])
+    head.lm_head.weight.copy_(target.output_layer.weight[draft_ids])
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.device)
     head.use_target(target)

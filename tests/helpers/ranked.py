@@ -18,6 +18,7 @@ from drafters.draft_model import DraftModel
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from engine.sampling import Sampling
+from families.mixed import causal
 from head import Head
 from helpers.drafters import make_drafter
 from kernels.choose import choose_backend
@@ -66,7 +67,7 @@ def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     target, _ = load_model(folder, ranks=ranks and replace(ranks, heads=has_mtp))
     found = {}
     with torch.no_grad():  # as evaluate.py scores texts
-        found["judged"] = target.logits(target.causal(torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
+        found["judged"] = target.logits(causal(target, torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
     if has_mtp:
         assert choose_backend("cpu").prepare(target)
     # Where inputs are rounded to bytes, sampled texts soon differ, and where depends on the processor.

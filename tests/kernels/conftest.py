@@ -23,6 +23,6 @@ def one_build_at_a_time(tmp_path_factory):
 
 
 @pytest.fixture(params=EACH)
-def each_isa(request) -> cpu.CpuStep:
+def each_isa(request) -> cpu.CpuBackend:
     """The CPU backend of each instruction set."""
-    return cpu.CpuStep.load(request.param)
+    return cpu.CpuBackend.load(request.param)

@@ -15,7 +15,7 @@ from helpers.kernels import DTYPES, attention_case, check_attention, close, draw
 from helpers.launching import run
 
 from kernels import build, isa
-from kernels.cpu import CpuStep, Layout
+from kernels.cpu import CpuBackend, Layout
 from kernels.packed import FLOAT32, SAME_DTYPE, PackedLinear
 
 CROSS = "aarch64-linux-gnu-g++"
@@ -40,7 +40,7 @@ class Driver:
         what = *kernels, f"-I{build.SOURCE}", DRIVER / "driver.cpp", *["-static"] * cross
         run(compiler, *build.FLAGS, *flags, *what, "-o", self.command[-1])
         numbers = [int(word) for word in run(*self.command).split()]
-        self.backend = copy.copy(CpuStep.load())
+        self.backend = copy.copy(CpuBackend.load())
         self.backend.layout, self.blocks = Layout(*numbers[:5]), numbers[5:]
 
     def answers(self, *records: list) -> bytes:
@@ -84,7 +84,7 @@ def check_products(driver: Driver, rows: int) -> None:
                     found = torch.frombuffer(raw[onto.nbytes :], dtype=torch.float32).view_as(onto)
                     close(found, expected, torch.float32)
                     if mode in ("w8a8", *STORED):  # exact: the same bits on all instruction sets
-                        same(found, PackedLinear(CpuStep.load(), layer, dtype).logits(x))
+                        same(found, PackedLinear(CpuBackend.load(), layer, dtype).logits(x))
 
 
 def check_attending(driver: Driver) -> None:

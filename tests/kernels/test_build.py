@@ -8,8 +8,7 @@ import torch
 from helpers.decoding import load
 
 from common.errors import InputError
-from engine.runtime import Runtime
-from engine.step import TORCH
+from engine.runtime import TORCH_BACKEND, Runtime
 from kernels import build, choose, cpu, isa, quantized
 from kernels.gpu import device as gpu_device
 from tree import TreeShape
@@ -56,7 +55,7 @@ def test_one_line_and_the_text_of_pytorch(golden, monkeypatch, tmp_path):
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(cpu.CpuStep, "loaded", {})
+    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     lines, options = [], {"dtype": "fp32", "tree": "8,2,4"}
     model = load(golden, "eagle3", say=lines.append, **options)
     text = model.generate("Hello", max_new_tokens=24)
@@ -103,7 +102,7 @@ def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
     lines = []
     gpu(capability, multiply)
     chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
-    assert chosen is TORCH and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
+    assert chosen is TORCH_BACKEND and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
     assert gpu_device.runs_kernels(GPU) == (capability >= (8, 0))
 
 
@@ -117,5 +116,5 @@ def test_cublas_sums_in_float32(dtype):
 
 def test_trees_on_gpus():
     """A small GPU is compute-bound at about 70 tokens in bf16: with the paper's tree drafting can lose."""
-    trees = [TORCH.default_tree(torch.device("cuda"), False, batch) for batch in (1, 12, 16, 24, 64)]
+    trees = [TORCH_BACKEND.default_tree(torch.device("cuda"), False, batch) for batch in (1, 12, 16, 24, 64)]
     assert trees == [TreeShape(*s) for s in ((16, 4, 5), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2))]

@@ -14,6 +14,7 @@ from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.sampling import Sampling
 from engine.step import Step
+from families.mixed import causal
 from kernels.choose import choose_backend
 from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
@@ -44,7 +45,7 @@ def test_a_packed_model_is_the_model(options):
         ).generate([prompt], Sampling(80))[0]
 
     tokens = torch.randint(0, 160, (2, 30))
-    before, logits = decode(), target.logits(target.causal(tokens)[0])
+    before, logits = decode(), target.logits(causal(target, tokens)[0])
     choose_backend("cpu").prepare(target, head)
     assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
     assert isinstance(head.fc, PackedLinear)
@@ -53,7 +54,7 @@ def test_a_packed_model_is_the_model(options):
     target = copy.deepcopy(target)
     after = decode()
     assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
-    found = target.logits(target.causal(tokens)[0])
+    found = target.logits(causal(target, tokens)[0])
     assert (found - logits).norm() < 1e-5 * logits.norm()
 
 
@@ -66,7 +67,7 @@ def test_a_pass_that_needs_more_room_than_a_thread_keeps():
     tokens, slots, caches = torch.randint(160, (1, 700)), torch.arange(700), target.caches(1, 700)
 
     def read(start: int, end: int) -> torch.Tensor:
-        visible = backend.causal_mask(slots, torch.tensor([start]), end - start)
+        visible = backend.step.causal_mask(slots, torch.tensor([start]), end - start)
         at = slots[None, start:end]
         return target(tokens[:, start:end], at, at, visible, caches)[0]
 
@@ -101,7 +102,7 @@ def test_a_mixture(mode):
             layer.mlp.router.weight.data *= 50  # so that rounding makes no tie
         defined, tokens, at = copy.deepcopy(target), torch.randint(0, 512, (2, 50)), torch.arange(50)[None]
         assert choose_backend("cpu").prepare(target, head) and target.fused
-        found, want = target.causal(tokens)[0], defined.causal(tokens)[0]
+        found, want = causal(target, tokens)[0], causal(defined, tokens)[0]
         assert dtype != torch.float32 or (found - want).norm() < limit * want.norm()
         at, visible = at.expand(2, -1), (torch.arange(64) <= at[0, :, None]).expand(2, -1, -1)
         together, caches = target(tokens, at, at, visible, target.caches(2, 64))[0], target.caches(2, 64)
@@ -128,13 +129,14 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     assert head.fused.has_draft_operator == head.feeds_residual
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
     state.max_commit = 4
-    state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
+    state.n_unread.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
     state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
     noise = torch.randn(3, 5, 160) if sampled else None
     nodes, confidence = torch.linspace(price or 0, 2 * (price or 0), 10), torch.tensor([2.0, 4.0, 0.0])
     costs = MarginalCosts(2 * price, nodes, confidence) if price else None
     found = []
-    for draft in (target.backend.draft, partial(Step.draft, target.backend)):
+    step = target.backend.step
+    for draft in (step.draft, partial(Step.draft, step)):
         torch.manual_seed(0)
         drafter = HeadDrafter(head, TreeShape(11, 2, 3))
         drafter.allocate(3, 40, dtype, "cpu")

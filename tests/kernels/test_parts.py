@@ -7,9 +7,10 @@ from torch import Tensor
 
 from drafters.mixed import join
 from drafters.ngram import NGram
+from engine.runtime import TORCH_BACKEND
 from engine.sampling import seed_keys
 from engine.state import State
-from engine.step import TORCH
+from engine.step import Step
 from model import ModelArgs
 from schedulers.marginal_costs import MarginalCosts
 from tree import Growth, Tree, TreeShape
@@ -19,16 +20,16 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def both(each_isa):
-    """A function that calls another with `TORCH` and with a CPU backend, and returns both results."""
-    return lambda function, *arguments: (function(TORCH, *arguments), function(each_isa, *arguments))
+    """A function that calls another with `Step` and with a CPU step, and returns both results."""
+    return lambda function, *arguments: (function(Step(), *arguments), function(each_isa.step, *arguments))
 
 
 def call(part: str):
-    return lambda backend, *arguments: getattr(backend, part)(*arguments)
+    return lambda step, *arguments: getattr(step, part)(*arguments)
 
 
 def operation(function):
-    return lambda backend, *arguments: backend.dispatch(function, *arguments)
+    return lambda step, *arguments: getattr(step, function.__name__, function)(*arguments)
 
 
 def random(*shape, seed=0):
@@ -43,7 +44,7 @@ def integers(high, shape, seed=0):
 def test_visible_slots(both, n):
     length = torch.tensor([0, 7, 60, 64])
     local = random(4, 5, 9) > 0
-    defined, found = both(lambda backend: backend.mask(torch.arange(n), length, local))
+    defined, found = both(lambda step: step.mask(torch.arange(n), length, local))
     assert torch.equal(defined, found) and found.any() and not found.all()
 
 
@@ -71,13 +72,13 @@ def test_rank(both, V, k, rows):
 @pytest.mark.parametrize("k", (1, 4, 10))
 def test_extend(both, k):
     """Three levels of a growth: the same candidates and beams, and the same rows they came from."""
-    def grow(backend) -> list:
+    def grow(step) -> list:
         growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
         for level in range(3):
             children = random(3, k, k, seed=level + 1), integers(99, (3, k, k), level)
             growth.extend(*children)
             if level < 2:
-                row = backend.dispatch(Growth.advance, growth)
+                row = step.advance(growth)
                 found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
             found += growth.candidates
         return found
@@ -107,9 +108,9 @@ def test_noise_that_is_copied_is_what_it_was(each_isa):
         (keys[:1], positions[:1], [0.7], 500), (keys, positions, [0.7, 0.5], 500),
     ):
         of = key, at, torch.tensor(temperature), size
-        assert torch.equal(each_isa.gumbel(*of, latest), each_isa.gumbel(*of))
+        assert torch.equal(each_isa.step.gumbel(*of, latest), each_isa.step.gumbel(*of))
     latest[-1].fill_(3.0)
-    found = each_isa.gumbel(key, positions + 1, torch.tensor(temperature), size, latest)
+    found = each_isa.step.gumbel(key, positions + 1, torch.tensor(temperature), size, latest)
     assert (found[:, :2] == 3).all() and (found[:, 2] != 3).any()
 
 
@@ -124,7 +125,7 @@ def random_costs(seed: int, nodes: int, texts: int) -> MarginalCosts:
 @pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
 def test_prune_and_accept(both, shape, priced):
     """Random growths, with equal scores among them."""
-    def grow(backend, seed: int) -> tuple[Tree, Tensor, Tensor]:
+    def grow(step, seed: int) -> tuple[Tree, Tensor, Tensor]:
         B, k, draw = 3, shape.width, iter(range(1000 * seed, 1000 * (seed + 1)))
 
         def children(*size):
@@ -136,9 +137,9 @@ def test_prune_and_accept(both, shape, priced):
                 growth.advance()
             growth.extend(*children(B, k, k))
         price = random_costs(seed, shape.nodes, B) if priced else None
-        drafted = growth.prune(backend, integers(6, (B,), next(draw)), price)
+        drafted = growth.prune(step, integers(6, (B,), next(draw)), price)
         chosen = integers(6, drafted.tokens.shape, next(draw))
-        return drafted, *backend.accept(drafted, chosen, shape.max_commit)
+        return drafted, *step.accept(drafted, chosen, shape.max_commit)
 
     for seed in range(8):
         (tree, *taken), (found, *found_taken) = both(grow, seed)
@@ -175,7 +176,7 @@ def test_follow(both, lengths, shortest):
 
 def test_commit_emits(both):
     """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
-    def step(backend, width):
+    def step(one, width):
         tokens = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
         count = torch.tensor([2, 3, 3, 3, 1])
         state = State(5, 40, 4, stop_ids=[2, 9], device=tokens.device)
@@ -184,7 +185,7 @@ def test_commit_emits(both):
         state.done.copy_(torch.tensor([False, False, False, True, False]))
         state.tokens.copy_(torch.arange(200).view(5, 40))
         path = torch.arange(width).expand(5, -1)
-        appended = backend.commit(state, tokens[:, :width], count.clamp(max=width), path, None)
+        appended = one.commit(state, tokens[:, :width], count.clamp(max=width), path, None)
         return [appended, *(b for _, b in sorted(state.named_buffers()))]
 
     for width in (1, 3):
@@ -195,7 +196,7 @@ def test_commit_emits(both):
 
 @pytest.mark.parametrize("more", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_commit_hands_over(both, more, dtype):
+def test_commit_hands_over(both, each_isa, more, dtype):
     """One to three tokens of a pass of five rows; after unread ones, as far as there is room. Keys and values
     go where committed tokens stand."""
     features = torch.randn(4, 5, 5, dtype=dtype)  # rows of odd numbers of bytes
@@ -206,23 +207,24 @@ def test_commit_hands_over(both, more, dtype):
     )
     first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
-    def leave(backend, features, given):
-        state = State(4, 41, 3, feature_width=5, dtype=dtype, unread=7, aligned=not backend.batch_invariant)
-        state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
+    def leave(step, features, given):
+        state = State(4, 41, 3, feature_width=5, dtype=dtype, unread=7, aligned=not step.batch_invariant)
+        state.n_unread.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
         state.length.copy_(torch.tensor([2, 0, 7, 9]))
         state.limit.fill_(30)
         state.done.copy_(torch.tensor([False, False, False, True]))
         where = torch.tensor([True, True, True, False]) if given else None
+        backend = TORCH_BACKEND if type(step) is Step else each_isa
         caches = backend.caches["auto"].allocate(args, 4, 20, dtype, "cpu", backend)
         for layer, cache in zip(first, caches):
             cache.k.copy_(layer[0]), cache.v.copy_(layer[1])
-        backend.commit(state, path, count, path, features, caches, active=where, append=more)
+        step.commit(state, path, count, path, features, caches, active=where, append=more)
         kept = [
             x[b, : n + c] for cache in caches for x in (cache.k, cache.v)
             for b, (n, c) in enumerate(zip((2, 0, 7, 9), count))
         ]
-        return state.n_new, [row[:n] for row, n in zip(state.features, state.n_new)], kept
+        return state.n_unread, [row[:n] for row, n in zip(state.features, state.n_unread)], kept
 
     (n, rows, kept), (found_n, found, moved) = both(leave, features, True)
     assert n.tolist() == found_n.tolist() == ([3, 7, 3, 3] if more else [1, 3, 3, 3])

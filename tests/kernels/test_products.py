@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws, product, random_layer, same
 
-from kernels.cpu import CpuStep
+from kernels.cpu import CpuBackend
 from kernels.packed import GATES, PackedLinear
 
 pytestmark = pytest.mark.kernels
@@ -78,7 +78,7 @@ def test_rms_norm(each_isa, dtype, size):
 @pytest.fixture
 def multiply():
     """A product that several threads share."""
-    packed = PackedLinear(CpuStep.load(), random_layer(None, 256, 900, torch.float32), torch.float32)
+    packed = PackedLinear(CpuBackend.load(), random_layer(None, 256, 900, torch.float32), torch.float32)
     return lambda: packed(draws(1)(5, 256))
 
 

@@ -21,8 +21,8 @@ import train
 from checkpoint.folder import identity
 from checkpoint.load import load_head, load_model
 from engine.engine import Engine
+from engine.runtime import TORCH_BACKEND
 from engine.sampling import Sampling
-from engine.step import TORCH
 from training import data, session, trainer, writing
 from training.features import without_layers
 from training.heads import TRAINED, HeadShape, new_head
@@ -99,12 +99,12 @@ def test_a_quantized_target_is_learned_from_as_it_decodes(golden, prompt_file, t
     assert train.main(options(folder, prompt_file, tmp_path, epochs=2, steps=2)) == 0
     assert all(row["held_out"][0] > 0.5 and row["tau"] > 1.5 for row in log_of(tmp_path) if "held_out" in row)
     target, _ = load_model(folder)
-    assert without_layers(target).lm_head_weight.equal(target.lm_head.dequantize(target.embed.dtype))
+    assert without_layers(target).output_layer.weight.equal(target.lm_head.dequantize(target.embed.dtype))
 
 
 def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
     """What a strict template refuses costs the prompts and conversations that it refuses, not the run."""
-    monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH)  # nothing is compiled
+    monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH_BACKEND)
     target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
     edit(target, stop_ids=[ord("\n")])

@@ -9,6 +9,7 @@ from helpers.training import ROWS, loss_on, shaken
 
 from checkpoint.load import load_model
 from common.errors import InputError
+from families.mixed import causal
 from kernels import isa
 from model import KVCache
 from networks.p_eagle import PEagleHead
@@ -109,7 +110,7 @@ def test_losses_are_the_drafters_rows(models, models1, name):
         loss, hits, batch, states = loss_on(objective)
         for state, row in zip(states.normed, ROWS):
             teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
-            features = target.causal(torch.tensor([row["ids"]]), args.aux_layers)[1][0]
+            features = causal(target, torch.tensor([row["ids"]]), args.aux_layers)[1][0]
             for i, j, h in drafted(head, features, row, steps):
                 valid[i] += 1
                 if row["ids"][j + 2 + i] not in ids:
@@ -255,10 +256,10 @@ def test_another_vocabulary(models):
     target, _ = models
     head, ids = shaken_head(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
     head.lm_head.weight.data = 0.5 * head.lm_head.weight.roll(1, 1)  # for states of its own
-    turn = torch.linalg.lstsq(target.lm_head_weight[::2].double(), head.lm_head.weight.double()).solution
+    turn = torch.linalg.lstsq(target.output_layer.weight[::2].double(), head.lm_head.weight.double()).solution
     begun, known = new_head(target, "dspark", ids, MARKOV, 1, head), ids % 2 == 0
     assert torch.equal(begun.draft_ids, ids) and begun.args.draft_vocab_size == 5
-    foreseen = (target.lm_head_weight[ids].double() @ turn).float()
+    foreseen = (target.output_layer.weight[ids].double() @ turn).float()
     torch.testing.assert_close(begun.lm_head.weight[~known], foreseen[~known], rtol=0, atol=2e-3)
     for name in "lm_head", "markov_out":
         rows, old = (getattr(x, name).weight for x in (begun, head))

@@ -23,6 +23,6 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def backend(device):
-    from kernels.gpu.backend import CudaStep
+    from kernels.gpu.backend import CudaBackend
 
-    return CudaStep()
+    return CudaBackend()

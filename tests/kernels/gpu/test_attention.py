@@ -6,7 +6,7 @@ import torch
 from helpers.ahead_of_time import expensive
 from helpers.guards import LIMITS, check, close, owned
 
-from engine.step import TORCH
+from engine.step import Step
 from kernels.float8 import from_bytes, to_bytes
 from kernels.gpu import attention
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
@@ -37,7 +37,7 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
 
 @pytest.fixture
 def made(device, monkeypatch):
-    """made(dtype, sizes, float8): run(backend) of this case; all counters are zeros after it."""
+    """made(dtype, sizes, float8): run(step) of this case; all counters are zeros after it."""
     gpu = gpu_of(torch.device(device))._replace(multiprocessors=16)  # so that keys are split
     monkeypatch.setattr(attention, "gpu_of", lambda device: gpu)
     yield partial(case, device)
@@ -48,7 +48,7 @@ def case(device, dtype, sizes, float8=False):
     """Attention of T rows that see some of the M slots after `lengths` [B].
 
     Slots after those hold NaN, which the kernel does not read; the definition, which multiplies them by 0,
-    gets zeros. run(backend) returns the output, and the keys and values of the live slots.
+    gets zeros. run(step) returns the output, and the keys and values of the live slots.
     """
     B, T, nh, nkv, hd, M, lengths, norm, window = sizes
     draw, slots = torch.Generator().manual_seed(B * 1000 + T * 10 + M), max(lengths) + M + 64
@@ -64,10 +64,10 @@ def case(device, dtype, sizes, float8=False):
     own = length[:, None] + M - T + torch.arange(T, device=device)
     hidden = (at >= length[:, None] + M)[:, None, :, None]
 
-    def run(backend):
-        kv = cached.masked_fill(hidden, 0.0 if backend is TORCH else float("nan"))
+    def run(step):
+        kv = cached.masked_fill(hidden, 0.0 if type(step) is Step else float("nan"))
         kv = owned(to_bytes(kv) if float8 else kv)
-        visible = backend.mask(at, length, local)
+        visible = step.mask(at, length, local)
         shared = PassInputs(args, args.inverse_frequencies().to(device), own + 3, own, visible)
         out = (Float8LayerCache if float8 else LayerCache)(kv, 1).attend(block, qkv, shared)
         held = from_bytes(kv, torch.float32) if float8 else kv
@@ -81,7 +81,7 @@ def case(device, dtype, sizes, float8=False):
 def test_attention(made, backend, dtype, sizes):
     """The same numbers each time, and those of the definition."""
     run = made(dtype, sizes)
-    check(lambda: run(backend), lambda: run(TORCH), LIMITS[dtype])
+    check(lambda: run(backend.step), lambda: run(Step()), LIMITS[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,13 +89,13 @@ def test_attention(made, backend, dtype, sizes):
 def test_attention_over_float8(made, backend, dtype, sizes):
     """Keys and values are rounded like those of the definition, or to the next number, if nearly so."""
     run = made(dtype, sizes, True)
-    (found, held), (wanted, kept) = run(backend), run(TORCH)
+    (found, held), (wanted, kept) = run(backend.step), run(Step())
     other = torch.cat([(a != b).float().flatten() for a, b in zip(held, kept)])
     assert other.mean() < 1e-3
     close(held, kept, 0.13)
     close(found, wanted, 0.1 if other.any() else LIMITS[dtype])
     if dtype == torch.float32:  # its own keys are rounded, too
-        assert (found - made(dtype, sizes)(TORCH)[0]).abs().max() > 1e-4
+        assert (found - made(dtype, sizes)(Step())[0]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("float8, hd", ((False, 16), (True, 20)))

@@ -3,7 +3,7 @@ import pytest
 import torch
 from helpers.guards import check
 
-from engine.step import TORCH
+from engine.step import Step
 from kernels.gpu import ranking, sampling
 
 V = 200
@@ -24,7 +24,7 @@ def test_rank(device, backend, rows, noise_rows, named):
     names = torch.randperm(V, generator=torch.Generator().manual_seed(1)).to(device) if named else None
     noise = None if noise_rows is None else random(device, 2, noise_rows, V, seed=1)
     given = random(device, 2, rows, V), noise, 4, names
-    check(lambda: backend.rank(*given), lambda: TORCH.rank(*given), 1e-5)
+    check(lambda: backend.step.rank(*given), lambda: Step().rank(*given), 1e-5)
 
 
 def test_ties(device, backend):
@@ -32,7 +32,7 @@ def test_ties(device, backend):
     logits = torch.zeros(1, 1, V, device=device)
     logits[0, 0, [3, 150, 70]] = 1.0
     logits[0, 0, 9] = -0.0
-    assert backend.rank(logits, None, 6)[1].tolist() == [[[3, 70, 150, 0, 1, 2]]]
+    assert backend.step.rank(logits, None, 6)[1].tolist() == [[[3, 70, 150, 0, 1, 2]]]
 
 
 def test_restrict(device, backend):
@@ -42,4 +42,4 @@ def test_restrict(device, backend):
     logits[:, 0, :7] = logits[:, 0].amax(-1, keepdim=True)
     logits[:, 1, :9], logits[:, 1, 4:6], logits[3, 1, 50:] = 0.0, -0.0, float("-inf")
     given = logits, temperature, top_k, top_p
-    check(lambda: backend.restrict(*given), lambda: TORCH.restrict(*given))
+    check(lambda: backend.step.restrict(*given), lambda: Step().restrict(*given))
