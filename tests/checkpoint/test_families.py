@@ -278,7 +278,7 @@ def test_quantized_text(tmp_path, name, mode, most):
     assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
     tokens = torch.randint(0, V, (2, 90), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        found, exact = (load_model(at)[0].causal(tokens, (1,))[1] for at in (out, source))
+        found, exact = (causal(load_model(at)[0], tokens, (1,))[1] for at in (out, source))
     assert 0 < (found - exact).norm() / exact.norm() < most
     made = requests(4, seed=5)
     for kv, caches in (("auto", CpuCaches), ("int8", Int8Caches)):
