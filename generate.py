@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 # torch is imported only after the options have been parsed, so that --help is fast.
 from common import STARTED
-from common.cli import Options, command, is_distributed, note, positive, seed, within
+from common.cli import Options, command, is_distributed, log_stderr, positive, seed, within
 from common.errors import InputError
 from common.files import read_text
 from engine.drafting import MAX_TREE_NODES, DraftOptions, add_drafting
@@ -185,10 +185,11 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     began = time.perf_counter()
     batch = min(max(1, len(prompts)), o.batch_size or 16)
     llm = LLM(o.checkpoint, DraftOptions.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len,
-              log=note, ranks=ranks, verify=o.verify, **vars(runtime))
+              log=log_stderr, ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
-    note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; KV cache of {engine.batch}"
-         f" x {engine.runner.cache_slots} tokens, up to {engine.runner.cache_bytes / 1e9:.2f} GB")
+    log_stderr(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; KV cache of"
+               f" {engine.batch} x {engine.runner.cache_slots} tokens, up to"
+               f" {engine.runner.cache_bytes / 1e9:.2f} GB")
     encoding = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}
     ids = []
     for i, prompt in enumerate(prompts):
@@ -197,8 +198,8 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
     if o.stats and (line := engine.scheduler.describe(o.temperature > 0)):
-        note(line)
-    note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
+        log_stderr(line)
+    log_stderr(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
         from console.chat import chat
 
@@ -224,12 +225,12 @@ def answer_one(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampli
             show(events, engine.tokenizer)
     except KeyboardInterrupt:
         status = 130
-        note("\n(interrupted)")
+        log_stderr("\n(interrupted)")
     for request in requests:
         if o.json:
             print(json.dumps(as_json(request, prompt, ranks.count if ranks else 1)), flush=True)
         else:
-            note(summary(requests, engine.drafter.shape.nodes > 1))
+            log_stderr(summary(requests, engine.drafter.shape.nodes > 1))
         if request.error:
             raise ValueError(request.error)
     return status

@@ -23,7 +23,7 @@ from checkpoint.convert import converted_folder, default_folder
 from checkpoint.folder import check_exact, check_out
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_config
 from checkpoint.quantizing import QuantizationPlan, compare, quantize_folder, text_ids
-from common.cli import Options, command, note
+from common.cli import Options, command, log_stderr
 from common.errors import InputError, counted
 from common.files import read_text
 from common.machine import use_threads
@@ -104,7 +104,7 @@ def own_text(checkpoint: Path) -> Tensor:
     if tokenizer is None:
         raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
     quantize_linears(model, Scheme("w8a8", 0, "w8a8"))
-    choose_backend("cpu", log=note).prepare(model)
+    choose_backend("cpu", log=log_stderr).prepare(model)
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
     length = max(map(len, prompts)) + MAX_WRITTEN
     samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(ROWS)]
@@ -183,7 +183,7 @@ def run(o) -> None:
     if not ready:  # a target, which takes long to convert
         check_out(out, "target", o.force)
         check_exact(o.checkpoint)
-    source = Path(converted_folder(o.checkpoint, note))
+    source = Path(converted_folder(o.checkpoint, log_stderr))
     parts = judge(o, source, out)
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
@@ -196,7 +196,7 @@ def run(o) -> None:
     for name in parts:
         report(source / name, out / name, errors[name])
     if ids is not None:
-        result = compare(source, out, ids, choose_backend("cpu", log=note).prepare)
+        result = compare(source, out, ids, choose_backend("cpu", log=log_stderr).prepare)
         print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
               f" {result['quantized_perplexity']:.3f}, same next token {result['agreement']:.1%}")
 

@@ -14,7 +14,7 @@ from functools import partial
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
-from common.cli import Options, command, is_distributed, is_main_rank, note, within
+from common.cli import Options, command, is_distributed, is_main_rank, log_stderr, within
 from common.errors import InputError
 from engine.drafting import AUTO, DraftOptions, add_drafting
 
@@ -108,17 +108,17 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     slots = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     make_engine = partial(largest_engine, smallest=slots if o.slots or ranks else 1)
     llm = LLM(o.checkpoint, DraftOptions.from_options(o), batch_size=slots, max_seq_len=o.max_seq_len,
-              log=note, ranks=ranks, verify=o.verify, make_engine=make_engine, **vars(runtime))
+              log=log_stderr, ranks=ranks, verify=o.verify, make_engine=make_engine, **vars(runtime))
     engine, checkpoint = llm.engine, llm.target.checkpoint
     batch = engine.batch
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
-    note(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.cache_slots} tokens,"
-         f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
+    log_stderr(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.cache_slots} tokens,"
+               f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), exhaustive=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
         if line := engine.scheduler.describe(noisy):
-            note(f"{when}: {line}")
+            log_stderr(f"{when}: {line}")
     if ranks:
         channel = Channel()
         if listener is None:
@@ -132,8 +132,8 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics, o.max_tokens)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
-    app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else note)
+    log_stderr(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
+    app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else log_stderr)
     serve(app, worker, listener, o.grace)
     if ranks:
         engine.end()

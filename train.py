@@ -22,7 +22,7 @@ import sys
 import time
 
 # torch takes seconds to import: `parser` imports it.
-from common.cli import Options, command, count, is_distributed, note, positive, seed, within
+from common.cli import Options, command, count, is_distributed, log_stderr, positive, seed, within
 from common.progress import announced
 from common.writing import check_replaceable
 
@@ -139,7 +139,7 @@ def run(o: argparse.Namespace, words: list[str], started: float) -> None:
     session = Session(o, words, started)
     if o.estimate:
         count = o.synthesize + len(session.prompts)
-        note(f"timing matrix products for {MEASUREMENT} seconds ...")
+        log_stderr(f"timing matrix products for {MEASUREMENT} seconds ...")
         flops = measured_flops(runtime.device, MEASUREMENT)
         print(describe(session.config, count, o.max_new_tokens, o.epochs, flops))
         return

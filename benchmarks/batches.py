@@ -25,7 +25,7 @@ import ours
 from bench import positive
 from ours import Sampling
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError
 from engine.drafting import read_tree
 from extensions import METHODS
@@ -112,7 +112,8 @@ def action(o) -> None:
                     "round": turn, "batch": batch, "who": name, "ids": ids, "trees": trees,
                     "rate": tokens / seconds, "step_rate": (tokens - len(ids)) / (seconds - reading),
                 })
-                note(f"  round {turn + 1}/{o.rounds}, batch {batch}, {name}: {tokens / seconds:.1f} tokens/s")
+                log_stderr(f"  round {turn + 1}/{o.rounds}, batch {batch}, {name}:"
+                           f" {tokens / seconds:.1f} tokens/s")
         bench.write(o.name, record)
     rows = [summarize(record["cells"], batch) for batch in o.batch]
     print(bench.table(record, rows[0], [row.values() for row in rows]))

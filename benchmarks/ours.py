@@ -16,7 +16,7 @@ from bench import Decoded, synchronize
 from shapes import random_models
 
 import extensions
-from common.cli import note
+from common.cli import log_stderr
 from engine.draft import Drafter, HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
@@ -85,7 +85,7 @@ class Model:
         else:
             drafter = None if method == "none" else HeadDrafter(self.head, tree)
             engine = Engine(
-                self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=note,
+                self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=log_stderr,
                 compile=target.runtime.compile, batch_sizes=(batch,),
             )
             if target.backend.self_check:
@@ -189,7 +189,7 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
     """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
     if device.type != "cuda":
         return call
-    return partial(CapturedCalls(device, note), ("call",), call, nullcontext)
+    return partial(CapturedCalls(device, log_stderr), ("call",), call, nullcontext)
 
 
 def load(
@@ -200,17 +200,17 @@ def load(
     mode: of a shape's weights, see `shapes.random_models`. runtime: fields of `engine.runtime.Runtime`.
     """
     if checkpoint:
-        return Model(load_target(checkpoint, Runtime(**runtime), note))
+        return Model(load_target(checkpoint, Runtime(**runtime), log_stderr))
     where = Runtime(**runtime)
     where.prepare()
     torch.manual_seed(0)
     weights, head = random_models(shape, where.torch_dtype or torch.bfloat16, where.device_name, mode)
     backend = choose_backend(
-        where.device_name, where.compile and where.kernels, where.isa, note, where.kv == "int8"
+        where.device_name, where.compile and where.kernels, where.isa, log_stderr, where.kv == "int8"
     )
     if where.on_kernels and backend is TORCH_BACKEND:
         where = replace(where, compile=False)
-    target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note, backend)
+    target = Target(Path(shape), where, weights, {"stop_ids": []}, None, log_stderr, backend)
     target.prepare_models(weights)
     target.choose_caches()
     target.prepare_models(head, quantize=mode is None)

@@ -38,7 +38,7 @@ from processes import LlamaServer, OpenVino
 from shapes import shape_of
 
 from checkpoint.load import read_config
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError, first_line
 from engine.drafting import read_tree
 from tokens.dataset import read_prompts
@@ -83,7 +83,7 @@ def transformers_of(o, stop_ids: list[int]) -> dict[str, Entry]:
             static([0] * 8, 8)
             found["transformers, static cache"] = Entry(static)
         except Exception as e:  # whatever its compiler raises
-            note(f"transformers with a static cache: left out ({first_line(e)})")
+            log_stderr(f"transformers with a static cache: left out ({first_line(e)})")
     return found
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from bench import positive, synchronize
 from torch import Tensor, nn
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError, first_line
 from kernels.choose import choose_backend
 from kernels.cpu import CpuBackend
@@ -76,7 +76,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
             products[f"ours {name}"] = layers
         return products
     for wanted in o.isa or [None]:
-        backend = CpuBackend.load(wanted, note)
+        backend = CpuBackend.load(wanted, log_stderr)
         products[f"{backend.name} whole"] = [unquantized(backend, w) for w in weights]
         for name, mode in modes.items():
             layers = [QuantizedLinear.from_weight(w, None, mode) for w in weights]
@@ -103,7 +103,7 @@ def action(o) -> None:
                 call()  # it warms up, and what fails fails here
                 calls[name, rows] = call
             except RuntimeError as e:
-                note(f"{name}, {rows} rows: left out ({first_line(e)})")
+                log_stderr(f"{name}, {rows} rows: left out ({first_line(e)})")
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for _ in range(o.repeat):
         for (name, rows), call in calls.items():

@@ -21,7 +21,7 @@ import httpx
 from bench import positive
 from processes import TIMEOUT, HttpPeer, LlamaServer, ask, our_server
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError
 from tokens.dataset import read_prompts
 
@@ -67,7 +67,7 @@ def action(o) -> None:
     servers = {}
     with contextlib.ExitStack() as started:
         for name, make in makers.items():
-            note(f"starting {name} ...")
+            log_stderr(f"starting {name} ...")
             servers[name] = server = started.enter_context(make())
             asyncio.run(run_clients(server, questions[:most], most, 32))  # to warm up
         for i in range(o.rounds):
@@ -77,7 +77,8 @@ def action(o) -> None:
                 for name in bench.rotated(servers, i):
                     found = asyncio.run(run_clients(servers[name], some, clients, o.max_new_tokens))
                     rounds.append({"round": i, "clients": clients, "server": name, **found})
-                    note(f"  round {i + 1}/{o.rounds}, {clients} clients, {name}: {found['tokens/s']:.1f}")
+                    log_stderr(f"  round {i + 1}/{o.rounds}, {clients} clients, {name}:"
+                               f" {found['tokens/s']:.1f}")
     record = bench.describe(o) | {"checkpoint": o.checkpoint, "gguf": o.gguf, "rounds": rounds}
     bench.write(o.name, record)
     keys, rows = ("tokens/s", "TTFT, ms", "TPOT, ms"), []

@@ -24,7 +24,7 @@ import httpx
 from bench import positive
 from processes import TIMEOUT, HttpPeer, Reply, ask, our_server
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError
 from tokens.dataset import read_prompts
 
@@ -112,7 +112,7 @@ async def soak(o, server: HttpPeer, bodies: list[dict]) -> SoakResults:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=o.clients)
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as client:
         alone = [await ask(client, body) for body in bodies]
-        note(f"{len(bodies)} answered alone")
+        log_stderr(f"{len(bodies)} answered alone")
         ends = time.perf_counter() + 60 * o.minutes
 
         async def one(number: int) -> None:

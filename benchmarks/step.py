@@ -39,7 +39,7 @@ from ours import Model, Runner, Sampling
 from shapes import write_gguf
 
 from checkpoint.load import read_config
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError, first_line
 from engine.drafting import read_tree
 from kernels.quantized import MODES, MXFP4
@@ -94,7 +94,7 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o) -> Iterator[dic
     """Yield a row for each tree and context. Print what does not fit."""
     contexts = [n for n in o.context if n + max_emitted(max(trees, key=lambda t: t.depth), o) < model.longest]
     if len(contexts) < len(o.context):
-        note(f"left out: contexts beyond the model's {model.longest} tokens")
+        log_stderr(f"left out: contexts beyond the model's {model.longest} tokens")
     runners: dict[TreeShape, Runner] = {}
     for tree in trees:
         try:
@@ -106,7 +106,7 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o) -> Iterator[dic
             # On our kernels one graph serves every length, and nothing else is timed.
             runners[tree] = runner.warm_up(every=not runner.engine.runner.device_step.reads_length)
         except (ValueError, torch.OutOfMemoryError) as e:
-            note(f"left out: tree {tree.name}, batch {batch}: {first_line(e)}")
+            log_stderr(f"left out: tree {tree.name}, batch {batch}: {first_line(e)}")
     bench.wait_turn()
     for n in contexts:
         steps = {tree: passes_at(runner, tree, n, batch, o) for tree, runner in runners.items()}
@@ -167,7 +167,7 @@ def action(o) -> None:
                 bench.write(o.name, record | {"gigabytes_per_second": roof / 1e9, "rows": rows})
                 at = f"tree {row['tree']}, batch {batch}, context {row['context']}"
                 launched = f", {row['kernels']:.0f} kernels" if "kernels" in row else ""
-                note(f"  {mode}, {at}: {row['step']:.2f} ms, verify {row['verify']:.2f}{launched}")
+                log_stderr(f"  {mode}, {at}: {row['step']:.2f} ms, verify {row['verify']:.2f}{launched}")
             gc.collect()  # compiled parts and their owner refer to each other
         del model
     if not rows:

@@ -11,7 +11,7 @@ import torch
 from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
-from common.cli import note
+from common.cli import log_stderr
 from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names, quantized_values, scales_of
 from kernels.stored import Kind, regroup
 
@@ -38,8 +38,8 @@ def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
         tensors += more
     if rounded_types:
         each = ", ".join(f"{count} in {name}" for name, count in rounded_types.items())
-        note(f"rounding to int8 in groups of {ROUNDED.group} inputs, as no kernel has these types:"
-             f" {each}; --dtype bf16 dequantizes all")
+        log_stderr(f"rounding to int8 in groups of {ROUNDED.group} inputs, as no kernel has these types:"
+                   f" {each}; --dtype bf16 dequantizes all")
     if not kinds:
         return config, plan
     experts = config.get("quantization", {}).get("experts")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoint.dense import dense_fields, rope_of, rope_type
 from checkpoint.load import CONFIG, check_rope, rope_fields
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError
 from common.schema import named
 
@@ -42,8 +42,8 @@ def model_fields(path: Path, config: dict) -> dict:
     fields["rope_scaling"], longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
     fields["max_seq_len"] = longest
     if config.get("rope_parameters") and config.get("rope_scaling"):
-        note(f"warning: {where}: has rope_parameters and rope_scaling; the latter counts, with rope_theta"
-             f" {fields['rope_base']:g}")
+        log_stderr(f"warning: {where}: has rope_parameters and rope_scaling; the latter counts, with"
+                   f" rope_theta {fields['rope_base']:g}")
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     special = {  # written only where they are set
         "windows": _windows(where, config, fields["num_layers"], longest if local is None else math.inf),
@@ -102,8 +102,8 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     scaling = {k: v for k, v in rope.items() if k not in ROPE_KEYS and v is not None}
     if beta := scaling.pop("llama_4_scaling_beta", 0):  # of queries beyond the original length
         longest = min(longest, scaling.get("original_max_position_embeddings", longest))
-        note(f"warning: {path}: llama_4_scaling_beta {beta} is not supported, so texts end at {longest}"
-             " tokens, before it changes anything")
+        log_stderr(f"warning: {path}: llama_4_scaling_beta {beta} is not supported, so texts end at {longest}"
+                   " tokens, before it changes anything")
     if kind in ("longrope", "su"):
         return _longrope(path, config, scaling, longest), longest
     key = "original_max_position_embeddings"

@@ -46,7 +46,7 @@ from checkpoint.load import (
 )
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.writer import Planned, fill
-from common.cli import DTYPES, note, short_dtype
+from common.cli import DTYPES, log_stderr, short_dtype
 from common.errors import InputError, counted, library_errors
 from common.schema import named
 from common.writing import staging
@@ -145,13 +145,13 @@ def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: st
 def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
     """Print what a converted target lacks."""
     if tokenizer is None:
-        note(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run it"
-             " with --prompt-ids")
+        log_stderr(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run"
+                   " it with --prompt-ids")
     elif tokenizer.vocab_size > config["vocab_size"]:
-        note(f"warning: {checkpoint}: its tokenizer has {tokenizer.vocab_size:,} ids, the model"
-             f" {config['vocab_size']:,}; prompts with others are refused")
+        log_stderr(f"warning: {checkpoint}: its tokenizer has {tokenizer.vocab_size:,} ids, the model"
+                   f" {config['vocab_size']:,}; prompts with others are refused")
     if not config["stop_ids"]:
-        note(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
+        log_stderr(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
 
 
 def default_folder(checkpoint: str | Path) -> Path:

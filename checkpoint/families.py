@@ -32,7 +32,7 @@ from checkpoint.dense import (
 from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError
 from kernels.quantized import MXFP4, Scheme
 from model import ModelArgs
@@ -200,7 +200,7 @@ class ExtendedFamily(Family):
         try:
             plan = plan_tensors(source, fields, mtp_names(self.names), mtp, dtype)
         except InputError as e:
-            note(f"warning: the MTP layer is left out: {e}")
+            log_stderr(f"warning: the MTP layer is left out: {e}")
             return {}
         return {"mtp": (fields, [planned_ids(torch.arange(config["vocab_size"])), *plan])}
 

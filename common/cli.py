@@ -30,7 +30,7 @@ def short_dtype(name: str) -> str:
     raise InputError(f"dtype {name!r}: unknown; choose from {', '.join([*DTYPES, *DTYPES.values()])}")
 
 
-def note(line: str) -> None:
+def log_stderr(line: str) -> None:
     """Print a line to stderr. Everything but the answer goes there."""
     print(line, file=sys.stderr, flush=True)
 
@@ -68,7 +68,7 @@ def run_command(
     except KeyboardInterrupt:
         if is_distributed():  # the terminal and torchrun both send SIGINT
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        note(interrupted)
+        log_stderr(interrupted)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,7 +102,8 @@ def command(
 def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
     """Replace what stdout cannot encode. The first time, say so."""
     codecs.register_error("spell", codecs.replace_errors)
-    note(f"stdout is {error.encoding}: characters that it lacks become ?; PYTHONIOENCODING=utf-8 keeps them")
+    log_stderr(f"stdout is {error.encoding}: characters that it lacks become ?; PYTHONIOENCODING=utf-8 keeps"
+               " them")
     return codecs.replace_errors(error)
 
 

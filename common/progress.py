@@ -6,7 +6,7 @@ from threading import Timer
 
 from tqdm import tqdm
 
-from common.cli import is_main_rank, note
+from common.cli import is_main_rank, log_stderr
 
 QUIET_SECONDS = 2
 
@@ -19,7 +19,7 @@ def progress_bar(*iterable, **options) -> tqdm:
 @contextlib.contextmanager
 def announced(line: str) -> Iterator[None]:
     """Print a line if the context takes longer than QUIET_SECONDS."""
-    timer = Timer(QUIET_SECONDS, note, [line])
+    timer = Timer(QUIET_SECONDS, log_stderr, [line])
     if is_main_rank():
         timer.start()
     try:

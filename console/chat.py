@@ -5,7 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError, one_line
 from console.output import figures
 from engine.engine import Engine
@@ -26,7 +26,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         raise InputError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
-        note(HELP)
+        log_stderr(HELP)
         with contextlib.suppress(ImportError):  # Python may be built without it
             import readline  # noqa: F401  gives `input` line editing and a history
     opening = [{"role": "system", "content": system}] if system is not None else []
@@ -42,7 +42,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         if command == "/reset":
             messages = list(opening)
         elif command.startswith("/"):
-            note(HELP)
+            log_stderr(HELP)
         if not command or command.startswith("/"):
             continue
         messages.append({"role": "user", "content": line})
@@ -53,11 +53,11 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
             if requests[0].error:
                 raise ValueError(requests[0].error)
         except ValueError as e:
-            note(f"error: {one_line(e)} (/reset starts over)")
+            log_stderr(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
             pass  # keep the partial answer
         if not requests or not requests[0].ids or requests[0].error:  # forget the turn
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})
-        note(figures(requests, engine, stats))
+        log_stderr(figures(requests, engine, stats))

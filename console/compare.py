@@ -4,7 +4,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from common.cli import note
+from common.cli import log_stderr
 from engine.request import Request
 from engine.sampling import Sampling
 from llm import LLM, joint_speed
@@ -24,7 +24,7 @@ class Comparison:
 
     def decode(self, ids: list[list[int]], requests: list[Request]) -> None:
         """Decode the prompts in all runs. requests: those of the first run, with drafting."""
-        note(f"comparing with plain decoding, {RUNS} alternating runs ...")
+        log_stderr(f"comparing with plain decoding, {RUNS} alternating runs ...")
         for run in range(RUNS):
             again = self.engine.generate(ids, self.samplings) if run else requests
             self.runs.append((again, self.plain.generate(ids, self.samplings)))

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import torch
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import counted
 from engine.engine import Engine
 from engine.request import Request
@@ -57,13 +57,13 @@ def answer(
             comparison.decode(ids, requests)
     except KeyboardInterrupt:
         status = 130
-        note("\n(interrupted)")
+        log_stderr("\n(interrupted)")
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        note(figures(requests, engine, o.stats, not comparison))
+        log_stderr(figures(requests, engine, o.stats, not comparison))
         if comparison and comparison.runs:
-            note(comparison.line())
+            log_stderr(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])
     for request in requests:

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import extensions
 from checkpoint.load import read_config_if_converted
-from common.cli import DTYPES, is_distributed, note, short_dtype
+from common.cli import DTYPES, is_distributed, log_stderr, short_dtype
 from common.errors import InputError, first_line
 from common.machine import use_threads
 from common.schema import Flag, schema_of
@@ -172,7 +172,7 @@ def open_runtime(o, *contents: object) -> contextlib.AbstractContextManager[tupl
     contents: of files that must be equal on all ranks, like the options. Raises InputError, before a
     checkpoint is converted, on invalid options.
     """
-    use_threads(o.threads, note)
+    use_threads(o.threads, log_stderr)
     if is_distributed():
         return extensions.load(extensions.JOIN_RANKS)(o, *contents)
     runtime = Runtime.from_options(o)

@@ -11,7 +11,7 @@ import time
 
 import uvicorn
 
-from common.cli import note
+from common.cli import log_stderr
 from engine.runner import CachesTooLarge
 from server.worker import Worker
 
@@ -33,7 +33,7 @@ class Uvicorn(uvicorn.Server):
             logging.disable()  # uvicorn would print a traceback per request
             return
         if not self.worker.failed:
-            note("shutting down: finishing running requests; Ctrl-C again aborts them")
+            log_stderr("shutting down: finishing running requests; Ctrl-C again aborts them")
         self.worker.close()
         threading.Thread(target=self._close, args=(sig, frame), daemon=True).start()
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import first_line
 from engine.engine import Engine
 from engine.request import Event, Request
@@ -133,13 +133,13 @@ class Worker(threading.Thread):
                     failures += 1
                     if failures == MAX_CONSECUTIVE_FAILURES:
                         self.failed = f"decoding has failed {failures} times in a row; see the server's log"
-                        note(f"error: {self.failed}")
+                        log_stderr(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
         except EngineLost as e:  # torchrun ends this process
             self.failed = f"{SHUTTING_DOWN}: {e}"
         except Exception as e:  # not even removing a request works: the device has failed
             self.failed = f"decoding cannot go on ({first_line(e)}); see the server's log"
-            note(f"error: {self.failed}")
+            log_stderr(f"error: {self.failed}")
         self._refuse_all(Refusal(503, self.failed or SHUTTING_DOWN))
 
     def _wait(self) -> bool:

@@ -23,7 +23,7 @@ from checkpoint.folder import identity
 from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read_config
 from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError, counted
 from common.names import program
 from common.writing import staging
@@ -71,15 +71,15 @@ class Session:
         self.resumed = state is not None
         if state:
             check_same(self.work, vars(self.plan), state)
-        prompts = read_chats(o.prompts, note) if o.prompts else []
+        prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
         self.openings = read_openings(o.openings) if o.openings else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         if o.start:
             resolve_source(o.start)
-        o.checkpoint = converted_folder(o.checkpoint, note)
-        o.start = o.start and converted_folder(o.start, note, o.checkpoint)
+        o.checkpoint = converted_folder(o.checkpoint, log_stderr)
+        o.start = o.start and converted_folder(o.start, log_stderr, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
         self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
@@ -90,14 +90,14 @@ class Session:
     def run(self, processes: ProcessGroup, device: str) -> None:
         """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
         o, self.processes, self.device = self.o, processes, device
-        note(f"loading {o.checkpoint}")
+        log_stderr(f"loading {o.checkpoint}")
         if count := o.synthesize + len(self.prompts):
             flops = measured_flops(device)
             plan = self.config, count, o.max_new_tokens, o.epochs, flops
             hours = phases(*plan)
             self.training_seconds = 3600 * (hours["states"] + hours["training"])
             if not o.minutes:
-                note(describe(*plan))
+                log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
         self.target, _ = load_model(o.checkpoint, device)
@@ -109,7 +109,7 @@ class Session:
         head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
         on_cpu = torch.device(device).type == "cpu"
-        backend = choose_backend("cpu", log=note) if on_cpu else TORCH_BACKEND
+        backend = choose_backend("cpu", log=log_stderr) if on_cpu else TORCH_BACKEND
         self.compiled = not on_cpu or backend is not TORCH_BACKEND
         # Training needs unpacked weights. States of a quantized target are computed by its kernels instead.
         self.identity, self.decoding = identity(self.target), self.target
@@ -147,7 +147,7 @@ class Session:
         tokens = sum(end - begin for row in self.rows for begin, end in row["answers"])
         self.report = (f"{len(self.rows):,} conversations ({sources}) with {tokens:,} tokens in answers,"
                        f" {len(self.held_out)} more held out")
-        note(self.report)
+        log_stderr(self.report)
 
     def _rows(self) -> list[dict]:
         """Write the missing text and read it. Raises InputError if there are no usable answers."""
@@ -165,11 +165,11 @@ class Session:
                 if not written:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
                                      " another --out, or delete it")
-                note(f"resuming with the {written:,} conversations that are written, of {asked:,}")
+                log_stderr(f"resuming with the {written:,} conversations that are written, of {asked:,}")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
-            note(f"left out: {counted(count, 'conversation')} {reason}")
+            log_stderr(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
             late = f", or were not written in half of --minutes {o.minutes:g}: raise it" if o.minutes else ""
             raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
@@ -185,7 +185,7 @@ class Session:
         batch = o.decode_batch
         engine = Engine(
             target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
-            compile=self.compiled, log=note,
+            compile=self.compiled, log=log_stderr,
             # Each size would be compiled.
             batch_sizes=(batch,) if target.embed.device.type == "cuda" else None,
         )
@@ -199,7 +199,7 @@ class Session:
 
     def prepare(self) -> Trainer:
         """Return a trainer of a new head, in the saved state of an earlier run if there is one."""
-        note("preparing the head and the target's states")
+        log_stderr("preparing the head and the target's states")
         o, learning = self.o, training_copy(self.target)
         longest = max(len(row["ids"]) for row in self.rows)
         mask_id = data.rarest_id(self.rows + self.held_out, learning.args.vocab_size)
@@ -220,7 +220,7 @@ class Session:
             tau=self._tau(),
         )
         if self.resumed:
-            note(f"resumed at step {trainer.step} of {trainer.total}")
+            log_stderr(f"resumed at step {trainer.step} of {trainer.total}")
         before = (time.monotonic() - self.start_time) * self.processes.is_main
         before = torch.tensor(before, device=objective.device)
         self.processes.all_reduce([before])  # all end at one step
@@ -253,8 +253,8 @@ class Session:
         tau = next((entry["tau"] for entry in reversed(log) if "tau" in entry), 0)
         if tau < LOW_TAU:
             found = f"is {tau:.2f}" if tau else "was not measured"
-            note(f"warning: acceptance length {found}; below {LOW_TAU} drafting rarely reduces latency. Train"
-                 " longer, on more data")
+            log_stderr(f"warning: acceptance length {found}; below {LOW_TAU} drafting rarely reduces latency."
+                       " Train longer, on more data")
         with staging(self.out, kept=lambda old: old.name not in OUTPUT_FILES) as folder:
             fill(folder, {"format": FORMAT, "kind": o.kind} | asdict(head.args), plan, quiet=True)
             name = self.config.get("name", Path(o.checkpoint).name)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.folder import identity
-from common.cli import note
+from common.cli import log_stderr
 from common.errors import InputError, library_errors
 from common.hashes import seed_of
 from common.progress import progress_bar
@@ -200,7 +200,7 @@ class Trainer:
             raise InputError(f"--minutes {self.plan.minutes:g}: over before the first step; raise it (the"
                              " text is kept)")
         if self.plan.minutes and self.epoch < len(self.batches) and self._progress() >= self.total:
-            note(f"--minutes {self.plan.minutes:g}: used up; raise it to train on")
+            log_stderr(f"--minutes {self.plan.minutes:g}: used up; raise it to train on")
         try:
             while self.epoch < len(self.batches) and self._progress() < self.total:
                 self._run_epoch()
