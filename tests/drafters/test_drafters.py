@@ -35,7 +35,7 @@ def test_the_target_itself_is_never_wrong(models, temperature):
     for _ in range(3):
         request, = engine.generate([text], Sampling(41, temperature, seed=5))
         assert set(request.accept_lengths[:-1]) == {CHAIN.max_commit}
-        assert request.cached == 0 if text is prompt else request.cached > len(text) - 8
+        assert request.cached == 0 if text is prompt else request.cached >= len(text) - CHAIN.max_commit - 5
         assert [request.ids] == ids(plain(models), [text], Sampling(41, temperature, seed=5))
         text = [*request.tokens, 50, 51, 52]
 
