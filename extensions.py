@@ -41,8 +41,8 @@ METHODS = {
     "dspark": Method("drafters.block:build", "DSpark: the same with a Markov head", "dspark", True),
     "medusa": Method("drafters.medusa:build", "Medusa heads: each predicts one of the next tokens", "medusa"),
     "hydra": Method("drafters.medusa:build", "Hydra heads: each conditioned on the tokens before", "hydra"),
-    "mtp": Method("engine.draft:build", "MTP: the multi-token prediction layer of the target's checkpoint",
-                  "mtp", True),
+    "mtp": Method("drafters.assistant:build", "MTP: the multi-token prediction layer of the target's"
+                  " checkpoint, or the assistant of a Gemma 4", "mtp", True),
     "draft-model": Method("drafters.pard:build", "a smaller model with the same vocabulary (SpS)", "target"),
     "lookahead": Method("drafters.lookahead:build", "n-grams that the target predicts while verifying"),
     "lookup": Method("drafters.ngram:build",
@@ -84,9 +84,12 @@ HEADS = {
     "dspark": "networks.block:DSparkHead", "mtp": "networks.mtp:MtpHead",
 }
 # By kind: config fields that select another class than `HEADS`.
-HEAD_OPTIONS = {
+CLASS_FIELDS = {
+    "target": TARGETS,
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
+    "mtp": {"global_head_dim": "networks.assistant:AssistantHead"},
+    "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},
 }
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
 CACHES = {"fp8": "kernels.float8:Float8Caches"}

@@ -92,6 +92,9 @@ def parser() -> Options:
     add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
     add("--batch-tokens", type=positive, default=plan.batch_tokens,
         help="padded tokens per optimizer step, over all processes (default 1024)")
+    add("--shard-target", action="store_true",
+        help="with torchrun: shard the target over the processes, if it does not fit in one (default: each"
+        " holds all of it)")
     add("--validate-prompts", type=count, default=16,
         help="held-out prompts to decode after every epoch (default 16)")
     add_rules(p)
@@ -114,6 +117,10 @@ def add_rules(p: Options) -> None:
            lambda o: "--openings belongs to --synthesize; leave it out")
     reject_if(lambda o: o.states and o.start,
            lambda o: "--states belongs to heads from nothing, --start has its own; leave it out")
+    reject_if(lambda o: o.shard_target and not is_distributed(),
+           lambda o: "--shard-target: shards the target over processes; start with torchrun")
+    reject_if(lambda o: o.shard_target and o.minutes,
+           lambda o: "--shard-target: processes that share a target need equal work; leave out --minutes")
     for name in dict.fromkeys(option for kind in TRAINED.values() for option in kind.options):
         reject_if(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
@@ -147,7 +154,8 @@ def run(o: argparse.Namespace, words: list[str], started: float) -> None:
         session.run(ProcessGroup(), runtime.device)
         return
     with process_group(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:
-        session.run(ProcessGroup(ranks.rank, ranks.count), runtime.device)
+        target_ranks = ranks if o.shard_target else None
+        session.run(ProcessGroup(ranks.rank, ranks.count, target_ranks), runtime.device)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,5 @@
-"""The layouts of heads that draft blocks: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec), and both as the
-speculators library writes them.
+"""The layouts of heads that draft blocks: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), and the
+first and the last as the speculators library writes them.
 
 Tensors: "fc.weight", "hidden_norm.weight", "norm.weight", "layers.{i}.*" as of Qwen3; DSpark adds
 "markov_head.markov_w1|markov_w2|gate_proj", "confidence_head.proj" and copies of the target's embedding and
@@ -32,6 +32,19 @@ BLOCK: NameTable = {
     **with_prefix(LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}, "layers.{i}.", "layers.{i}."),
 }
 # Copies of the target's tensors, which speculators keeps for training.
+BLOCK |= {  # of DFlash2
+    "w_selector.weight": ["candidate_selector.hidden_projection.weight"],
+    "before.weight": ["candidate_selector.predecessor_codebook"],
+    "following.weight": ["candidate_selector.successor_codebook"],
+    **{f"layers.{{i}}.{ours}_conv.{name}": [f"layers.{{i}}.{theirs}_conv.{source}"]
+       for ours, theirs in (("attn", "attention"), ("mlp", "mlp"))
+       for name, source in (("base", "base_kernel"), ("w_kernel.weight", "kernel_projection.weight"))},
+}
+SELECTOR_KEYS = {
+    "conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "selector_rank": "selector_rank",
+    "candidates": "selector_top_k", "logit_factor": "output_multiplier",
+    "logit_cap": "final_logit_softcapping",
+}
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -56,6 +69,11 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }
+    if "DFlash2" in str(config.get("architectures")):
+        if flags.get("input_embedding_scale", 1) != 1:
+            raise InputError(f"{path}: input_embedding_scale is not supported")
+        tensors = {name.replace("codebook.weight", "codebook"): entry for name, entry in tensors.items()}
+        fields |= {ours: flags[key] for ours, key in SELECTOR_KEYS.items() if flags.get(key)}
     fields["draft_vocab_size"] = draft_vocab_size(flags, tensors, fields["vocab_size"])
     return ReadHead(fields, BLOCK, tensors)
 

@@ -25,7 +25,7 @@ from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model
 from common.cli import Options, command
 from common.errors import InputError
 from common.writing import check_replaceable, staging
-from extensions import HEAD_OPTIONS
+from extensions import CLASS_FIELDS
 from head import Head
 from networks.weights import own_state
 
@@ -74,7 +74,7 @@ def write_eagle1(head: Head) -> Published:
 def write_eagle3(head: Head, layout: str, target: dict) -> Published:
     """Write an EAGLE-3 head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
     a, speculators = head.args, layout == "speculators"
-    options = {name: getattr(a, name, "") for name in HEAD_OPTIONS["eagle3"]}  # of EAGLE-3.1
+    options = {name: getattr(a, name, "") for name in CLASS_FIELDS["eagle3"]}  # of EAGLE-3.1
     for flag in ("norm_before_residual", "recycle_normed"):
         if options[flag] and not speculators:
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")

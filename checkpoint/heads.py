@@ -18,6 +18,7 @@ HEAD_READERS = {
     **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),
     **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
     **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
+    "mtp": "checkpoint.assistant:read_assistant",
 }
 MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
 MEDUSA2 = "medusa_head."  # prefix of the heads' tensors inside a Medusa-2 model
@@ -43,6 +44,8 @@ def kind_of(source: Source) -> str | None:
     kinds = f"{classes} {said} {config.get('model_type')}".lower()
     if other := re.search("(mlp|lstm)_?speculator", kinds):
         raise InputError(f"{source.path}: {other[1].upper()} speculators are not supported; use another head")
+    if "gemma4_assistant" in kinds or "gemma4_unified_assistant" in kinds:
+        return "mtp"
     if any(name.startswith("hydra_mlp.") for name in names):
         return "hydra"
     if any(map(MEDUSA.fullmatch, names)):

@@ -72,22 +72,22 @@ def check_args(args: ModelArgs) -> None:
 def class_of(config: dict) -> type[Transformer | Head]:
     """Return the class of the module that a config.json describes."""
     kind = config["kind"]
-    table = extensions.TARGETS if kind == "target" else extensions.HEAD_OPTIONS.get(kind, {})
-    found = next((entry for field, entry in table.items() if config.get(field)), extensions.HEADS.get(kind))
-    return extensions.load(found) if found else Transformer
+    table = extensions.CLASS_FIELDS.get(kind, {})
+    usual = extensions.HEADS.get(kind, "model:Transformer")
+    return extensions.load(next((entry for field, entry in table.items() if config.get(field)), usual))
 
 
 def check_config(config: dict) -> ModelArgs:
     """Check a config.json and return its `ModelArgs`. Raises InvalidValue for the first invalid key."""
     FOLDER.check(config)
-    shape = class_of(config).Args
+    network = class_of(config)
     if isinstance(scaling := config.get("rope_scaling"), dict):
         check_rope(scaling)
-    schema_of(shape).check(config)
-    args = shape.from_config(config)
+    schema_of(network.Args).check(config)
+    args = network.Args.from_config(config)
     for field in extensions.TARGETS:
         if config.get(field) and not hasattr(args, field):
-            raise InvalidValue(field, config[field], f"nothing: {class_of(config).__name__} has no such part")
+            raise InvalidValue(field, config[field], f"nothing: {network.__name__} has no such part")
     check_args(args)
     if "quantization" in config:
         from kernels.quantized import Scheme

@@ -84,7 +84,9 @@ class OnePassDrafter(NetworkDrafter):
         k, levels = shape.width, shape.max_commit - 1
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels, to read the lm_head once
-        if not markov:
+        if selector := getattr(head.args, "selector_rank", 0):
+            best = logits.topk(head.args.candidates, dim=-1)
+        elif not markov:
             scores, ids = step.rank(logits, noise, k, self._draft_ids)  # [B, L, k]
             if confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(rows))[..., None]
@@ -93,6 +95,12 @@ class OnePassDrafter(NetworkDrafter):
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """Return scores and token ids [B, R, k] of the top-k children of tokens [B, R]."""
             count = tokens.shape[1]
+            if selector:
+                unary, ids = (x[:, level, None] for x in best)
+                after = unary + head.pair_scores(rows[:, level, None], tokens, ids)
+                shift = None if noise is None else noise[:, level, None].gather(-1, ids)
+                scores, index = step.rank(after, shift, k)
+                return scores, ids.expand(-1, count, -1).gather(-1, index)
             if not markov:
                 return tuple(x[:, level, None].expand(-1, count, -1) for x in ranked)
             row = rows[:, level, None].expand(-1, count, -1)
@@ -166,6 +174,8 @@ def build(setup: DrafterSetup) -> BlockDrafter:
     head = setup.load_head()
     if setup.options.tree in (None, "auto"):
         tree = full_depth_tree(tree, head.args.drafts)
+    if tree.width > (most := getattr(head.args, "candidates", tree.width)):
+        raise InputError(f"--tree: width {tree.width} exceeds the {most} candidates of this head's selector")
     return block_drafter(head)(head, tree, setup.options.coupled)
 
 

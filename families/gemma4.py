@@ -6,6 +6,7 @@ layer before them of their kind.
 """
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
@@ -157,7 +158,7 @@ class Gemma4Block(VariantBlock):
 
 
 class Gemma4(Variant):
-    """A Gemma 4 target."""
+    """A Gemma 4 target. newest_caches(): what `caches` returned last, for `networks.assistant`."""
 
     Args, Layer, cpu_only = Gemma4Args, Gemma4Block, "models with two sizes of heads"
 
@@ -180,7 +181,9 @@ class Gemma4(Variant):
         shapes = (replace(self.args.of_layer(own.index(kind)), num_layers=own.count(kind)) for kind in order)
         # Layers without keys have the cache of the last one of their kind.
         places = [(order.index(kind), own[: i + 1].count(kind) - 1) for i, kind in enumerate(kinds)]
-        return MixedCaches((self.Caches.allocate(shape, *where) for shape in shapes), places)
+        found = MixedCaches((self.Caches.allocate(shape, *where) for shape in shapes), places)
+        self.newest_caches = weakref.ref(found)
+        return found
 
     def run_layers(self, tokens: Tensor, aux_layers: tuple[int, ...], apply) -> tuple[Tensor, Tensor | None]:
         inputs = self._layer_inputs(tokens)

@@ -67,13 +67,13 @@ class BlockHead(Head, Markov):
     anchor and to its block, up to itself in causal heads and, by default, in layers with a window.
     """
 
-    Args = BlockArgs
+    Args, Layer = BlockArgs, BlockLayer
 
     def __init__(self, args: BlockArgs):
         super().__init__(args)
         self.fc = Linear(args.feature_width, args.hidden_size, bias=args.fc_bias)
         self.hidden_norm = RMSNorm(args.hidden_size, args.norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(args, i) for i in range(args.num_layers))
+        self.layers = nn.ModuleList(self.Layer(args, i) for i in range(args.num_layers))
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.add_markov(args)
 

@@ -76,6 +76,7 @@ MISTAKES = (
     ("train", "--out FOLDER", "--out FOLDER: holds files that no run with its state in FOLDER-work has"),
     ("train", "--max-prompt-tokens 800", "plus --max-new-tokens 1056: the target has 1024"),
     ("train", "--kind dflash --markov-rank 2", "--markov-rank: not for --kind dflash; leave it out"),
+    ("train", "--shard-target", "--shard-target: shards the target over processes; start with torchrun"),
     ("convert_checkpoint", "--checkpoint TARGET", "TARGET: is already converted"),
     ("quantize", "--checkpoint QUANTIZED", "QUANTIZED: is quantized already (int8); name the checkpoint"),
     ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),

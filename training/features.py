@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from checkpoint.folder import identity as identity_of
 from common.writing import digest
 from families.mixed import causal
 from kernels import isa
@@ -28,29 +29,41 @@ class Features:
 
     Rows are not batched, so that a resumed run reads the same features. cache_bytes: memory for
     the cache. dtype: of the cached states, read_dtype: of what `read` returns (both default to the target's).
+    identity: of the target (`checkpoint.folder`).
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], *, cache_bytes: float = 0,
-        dtype: torch.dtype | None = None, read_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, read_dtype: torch.dtype | None = None, identity: str = "",
     ):
         self.target, self.aux_layers, self.free_bytes = target, aux_layers, cache_bytes
         self.device, own_dtype = target.embed.device, target.embed.dtype
         self.dtype, self.read_dtype = dtype or own_dtype, read_dtype or own_dtype
-        self.cached = {}  # states by `digest` of the ids
+        self.cached, self.shared = {}, {}  # states by `digest` of the ids
+        self.identity = identity or identity_of(target)
 
     def read(self, rows: Iterable[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
         parts = []
-        for ids in (row["ids"] for row in rows):
-            key = digest(ids)
-            if (states := self.cached.get(key)) is None:
-                states = self.compute(ids)
-                if self.free_bytes > 0:
-                    self.cached[key] = [x.to("cpu", copy=True) for x in states]
-                    self.free_bytes -= sum(x.numel() * x.element_size() for x in states)
-            parts.append([x.to(self.device, non_blocking=True) for x in states])
+        for row in rows:
+            parts.append([x.to(self.device, non_blocking=True) for x in self._states(row["ids"])])
         return TargetStates(*(pad_sequence(xs, batch_first=True).to(self.read_dtype) for xs in zip(*parts)))
+
+    def share(self, rows: Iterable[dict]) -> None:
+        """Compute the states of a step's rows on all ranks of a sharded target, for `read` on any of them."""
+        if self.target.ranks:
+            self.shared = {}
+            self.shared = {digest(row["ids"]): self._states(row["ids"]) for row in rows}
+
+    def _states(self, ids: list[int]) -> list[Tensor] | TargetStates:
+        key = digest(ids)
+        states = self.cached.get(key, self.shared.get(key))
+        if states is None:
+            states = self.compute(ids)
+            if self.free_bytes > 0:
+                self.cached[key] = [x.to("cpu", copy=True) for x in states]
+                self.free_bytes -= sum(x.numel() * x.element_size() for x in states)
+        return states
 
     @torch.no_grad()
     def compute(self, ids: list[int]) -> TargetStates:

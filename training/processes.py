@@ -7,15 +7,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.tp import Ranks
+
 # A rank may wait long for another one that decodes its shard of the text.
 RANK_TIMEOUT = timedelta(days=2)
 
 
 class ProcessGroup:
-    """The ranks of a run. With a single rank every method does nothing."""
+    """The ranks of a run. With a single rank every method does nothing.
 
-    def __init__(self, rank: int = 0, world_size: int = 1):
-        self.rank, self.world_size = rank, world_size
+    target_ranks: the `kernels.tp.Ranks` that share the target; None: each has all of it. The target then
+    computes and writes the same on all ranks together, only the head's rows are sharded.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, target_ranks: Ranks | None = None):
+        self.rank, self.world_size, self.target_ranks = rank, world_size, target_ranks
 
     @property
     def is_main(self) -> bool:

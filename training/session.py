@@ -100,9 +100,10 @@ class Session:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        self.target, _ = load_model(o.checkpoint, device)
+        ranks = processes.target_ranks
+        self.target, _ = load_model(o.checkpoint, "cpu" if ranks else device)
         if self.target.embed.dtype == torch.float16:
-            self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
+            self.target, _ = load_model(o.checkpoint, "cpu" if ranks else device, torch.bfloat16)
         vocab_size = self.target.args.vocab_size
         self.start = load_head(o.start, self.target) if o.start else None
         # Reject an impossible shape before anything slow.
@@ -113,9 +114,11 @@ class Session:
         self.compiled = not on_cpu or backend is not TORCH_BACKEND
         # Training needs unpacked weights. States of a quantized target are computed by its kernels instead.
         self.identity, self.decoding = identity(self.target), self.target
-        self.quantized = bool(self.config.get("quantization", {}).get("mode"))
-        if self.quantized:
-            self.target = without_layers(self.target)
+        self.separate = ranks is not None or bool(self.config.get("quantization", {}).get("mode"))
+        if ranks:
+            self.decoding, _ = load_model(o.checkpoint, device, self.target.embed.dtype, ranks)
+        if self.separate:
+            self.target = without_layers(self.target).to(device)
         elif backend is not TORCH_BACKEND:
             self.decoding = copy.deepcopy(self.target)
         backend.prepare(self.decoding)
@@ -211,9 +214,9 @@ class Session:
             learning, head, o.steps, lk=LK_WEIGHT * (o.loss == "lk"), compiled=compiled, start=self.start
         )
         features = Features(
-            self.decoding if self.quantized else learning, objective.aux_layers,
+            self.decoding if self.separate else learning, objective.aux_layers,
             cache_bytes=STATE_BYTES, dtype=self.target.embed.dtype,
-            read_dtype=learning.embed.dtype,
+            read_dtype=learning.embed.dtype, identity=self.identity if self.processes.target_ranks else "",
         )
         trainer = Trainer(
             objective, features, self.rows, self.held_out, self.plan, self.work, processes=self.processes,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import identity
 from common.cli import log_stderr
 from common.errors import InputError, library_errors
 from common.hashes import seed_of
@@ -144,6 +143,7 @@ class Trainer:
         complete = objective.batch([self.rows[p] for p in indices], steps, self._seeds(indices))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
         micros = self.micro_batches(indices)
+        self.features.share(self.rows[p] for p in indices)
         for done, micro in enumerate(micros, 1):
             rows, seeds = [self.rows[p] for p in micro], self._seeds(micro)
             batch = complete if micro == indices else objective.batch(rows, steps, seeds)
@@ -248,14 +248,16 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, epochs: int) -> None:
-        """Validate after `epochs` epochs on rank 0, while the others wait."""
+        """Validate after `epochs` epochs on rank 0, or on all ranks if they share the target."""
         if self.log:
             self.log.bar.n = min(self._progress(), self.total)
             self.log.bar.set_description("validating")
+        if self.log or self.processes.target_ranks:
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
             seconds = min(self._left(), 60 * self.plan.minutes * VALIDATION / 2 or math.inf)
             if self.tau and seconds > 0 and (tau := self.tau(seconds, self.objective.trained())):
                 entry["tau"] = tau
+        if self.log:
             self.log.add_validation(entry)
         self.processes.barrier()
 
@@ -281,7 +283,7 @@ class Trainer:
         return {
             **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
             "data": digest([row["ids"] for row in self.held_out + self.rows]),
-            "target": identity(self.features.target),
+            "target": self.features.identity,
         }
 
     def save(self) -> None:

@@ -162,6 +162,8 @@ class Collector:
     def write(self, deadline: float = math.inf, training_seconds: float = 0.0) -> None:
         """Write this rank's shard of the missing conversations, until `deadline` (`time.monotonic`).
 
+        Ranks that share the target decode all of them together, and rank 0 writes them.
+
         Answers that have begun then are cut. Conversations without one are removed from `planned`. The bar
         shows the time that is left of text and training. Until conversations have ended, they are expected
         to have the most tokens.
@@ -174,8 +176,10 @@ class Collector:
         known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
         self.processes.barrier()  # all have read before any writes
         missing = [talk for talk in self.planned if talk not in known]
-        mine = self.processes.shard(missing)
+        together = self.processes.target_ranks is not None
+        mine = missing if together else self.processes.shard(missing)
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
+        path = Path(os.devnull) if together and not self.processes.is_main else path
         live: dict[Request, tuple[str, Conversation]] = {}
         tokens, began, batch = 0, time.monotonic(), self.engine.batch
         form = "{desc} |{bar:12}| {n_fmt}/{total_fmt} conversations [{elapsed}{postfix}]"

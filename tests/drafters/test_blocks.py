@@ -83,6 +83,7 @@ def test_the_layout_of_speculators(golden, models, tmp_path):
 @pytest.mark.kernels
 @pytest.mark.parametrize("label,changes,window", (
     ("p-eagle", {}, 0), ("p-eagle", {}, 12), ("jetspec", WINDOW, 0), ("dspark", WINDOW, 0),
+    ("dflash2", {}, 0),
 ))
 def test_drafts_are_the_same_on_the_kernels(golden, models, tmp_path, label, changes, window):
     *_, head = converted(label, golden, models[0], tmp_path, changes)

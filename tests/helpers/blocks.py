@@ -5,6 +5,8 @@ level by level: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P
 """
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +18,7 @@ from model import Transformer
 LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
 LABELS = (
     "p-eagle", "dflash", "dflash-windows", "dflash-ahead", "jetspec", "dspark", "dspark-gated",
-    "dspark-plain",
+    "dspark-plain", "dflash2",
 )
 
 
@@ -56,6 +58,17 @@ def published(label: str, target: Transformer, draft: int | None = None):
         if label in ("dflash-windows", "dflash-ahead"):
             reads |= {"sliding_window_non_causal": True} if label == "dflash-ahead" else {}
             config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+        if label == "dflash2":
+            config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False, "sliding_window": 7,
+                       "layer_types": ["sliding_attention"] * LAYERS}
+            del config["block_size"]
+            reads |= {"block_size": block, "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6,
+                      "selector_top_k": 16, "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
+            shapes |= {f"candidate_selector.{x}_codebook": (V, 6) for x in ("predecessor", "successor")}
+            shapes["candidate_selector.hidden_projection.weight"] = (6, H)
+            for name in (f"layers.{i}.{x}_conv." for i in range(LAYERS) for x in ("attention", "mlp")):
+                shapes[name + "base_kernel"] = 2, 2, H
+                shapes[name + "kernel_projection.weight"] = 4 * H // 8, H
         if label == "jetspec":
             reads["causal"] = True
     else:
@@ -116,16 +129,30 @@ class Reference:
         context = self.norm(self.features(ids, c["target_layer_ids"]) @ self.t["fc.weight"].T, "hidden_norm")
         x = self.target.embed.weight[[ids[-1]] + [c["mask_token_id"]] * (size - 1)]
         back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
-        ahead = bool(c.get("sliding_window_non_causal"))
+        ahead = bool(c.get("sliding_window_non_causal")) or c.get("is_causal") is False
         windows = {
             "sliding_attention": ((back >= 0) | ahead) & (back < c.get("sliding_window", 0)),
             "full_attention": None if c.get("causal") else back < n + size,
         }
         usual = ["sliding_attention" if "sliding_window" in c else "full_attention"] * LAYERS
         for i, kind in enumerate(c.get("layer_types", usual)):
-            read = self.norm(x, f"layers.{i}.input_layernorm")
-            x = self.layer(i, x, read, keys=torch.cat((context, read)), sees=windows[kind])
+            read, around = self.norm(x, f"layers.{i}.input_layernorm"), {}
+            if "selector_rank" in c:
+                read, after = self.convolve(f"layers.{i}.attention_conv.", read)
+                around = {"after": after, "around_mlp": partial(self.convolve, f"layers.{i}.mlp_conv.")}
+            x = self.layer(i, x, read, keys=torch.cat((context, read)), sees=windows[kind], **around)
         return x if "DSpark" in c["architectures"][0] else x[1:]
+
+    def convolve(self, name: str, x: Tensor):
+        """DFlash2's convolution of x [n, H], and a function that computes the one after it."""
+        base, size = self.t[name + "base_kernel"], self.config["conv_group_size"]
+        dynamic = (x @ self.t[name + "kernel_projection.weight"].T).view(len(x), 2, 2, -1)
+
+        def side(number: int, x: Tensor) -> Tensor:
+            weights = base[number] + dynamic[:, number].repeat_interleave(size, -1)
+            return weights[:, 0] * x + weights[:, 1] * torch.cat((0 * x[:1], x[:-1]))
+
+        return side(0, x), partial(side, 1)
 
     def _p_eagle(self, ids: list[int]) -> Tensor:
         masks, c = self.config["num_draft_steps"] - 1, self.config
@@ -151,6 +178,13 @@ class Reference:
         if "confidence_head.proj.weight" in t:
             weight, bias = (t[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
             sure = F.logsigmoid(F.linear(read, weight, bias))
+        if "selector_rank" in self.config:
+            cap, s = self.config["final_logit_softcapping"], "candidate_selector."
+            logits = cap * torch.tanh(logits * self.config["output_multiplier"] / cap)
+            gate = t[s + "predecessor_codebook"][before] * (t[s + "hidden_projection.weight"] @ row)
+            keep = logits.topk(self.config["selector_top_k"]).indices
+            logits = torch.full_like(logits, float("-inf")).index_copy(0, keep, (
+                logits + t[s + "successor_codebook"] @ gate)[keep])
         if noise is not None:
             logits = logits + noise[self.ids]
         return logits.log_softmax(-1) + sure

@@ -104,12 +104,14 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def plain_layer(
     get: Callable[[str], Tensor | None], residual: Tensor, read: Tensor, hd: int, theta: float = 1e4,
-    keys: Tensor | None = None, sees: Tensor | None = None,
+    keys: Tensor | None = None, sees: Tensor | None = None, after=lambda x: x,
+    around_mlp=lambda m: (m, lambda x: x),
 ) -> Tensor:
     """One layer as the papers write it, on published tensors: get(name), None if there is no such one.
 
     read [n, ...]: the normed input. keys [m, ...]: the rows that it attends to, `read` the last of them; else
-    `read` alone. sees [n, m] bool: causal if left out.
+    `read` alone. sees [n, m] bool: causal if left out. after: of attention's output. around_mlp(normed
+    input): the input, and a function of the output.
     """
     keys = read if keys is None else keys
     at, own = torch.arange(len(keys)), torch.arange(len(keys))[-len(read) :]
@@ -124,7 +126,7 @@ def plain_layer(
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / hd**0.5
     out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, float("-inf")).softmax(-1), v).flatten(1)
-    x = residual + out @ get("self_attn.o_proj.weight").T
-    m = rms(x, get("post_attention_layernorm.weight"))
+    x = residual + after(out @ get("self_attn.o_proj.weight").T)
+    m, after_mlp = around_mlp(rms(x, get("post_attention_layernorm.weight")))
     gate, up = m @ get("mlp.gate_proj.weight").T, m @ get("mlp.up_proj.weight").T
-    return x + (F.silu(gate) * up) @ get("mlp.down_proj.weight").T
+    return x + after_mlp((F.silu(gate) * up) @ get("mlp.down_proj.weight").T)

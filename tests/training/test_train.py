@@ -190,6 +190,24 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     assert "--minutes 1e-09: this model needs at least 1 here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_two_processes_share_a_target(golden, prompt_file, tmp_path):
+    """Text and head are those of one process that has all of it."""
+    run = {"epochs": 1, "batch-tokens": 200, "decode-batch": 4, "max-new-tokens": 16, "synthesize": 2}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train.main(options(golden, prompt_file, one, **run)) == 0
+    argv = ["train.py", *options(golden, prompt_file, two, **run), "--shard-target"]
+    codes, printed = Launch(argv, machines=1, each=2).end()
+    assert codes == [0], printed
+    a, b = (sorted(p.read_text() for p in (x / "head-work/data").iterdir()) for x in (one, two))
+    assert sorted(a[0].splitlines()) == sorted(b[0].splitlines()) and len(b) == 1
+    for a, b in zip(log_of(one), log_of(two), strict=True):
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-4) and ("tau" in a) == ("tau" in b)
+    a, b = weights(one), weights(two)
+    for name in a:
+        torch.testing.assert_close(a[name].float(), b[name].float(), rtol=0.02, atol=2e-3)
+
+
 @pytest.mark.expensive
 def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_file, tmp_path):
     """Two machines of a process each, of which one is killed in training; then two processes go on.

@@ -1,0 +1,41 @@
+"""Configs and tensors of Gemma 4's assistants, as published."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from checkpoint.dense import HeadOptions, NameTable, ReadHead, with_prefix
+from checkpoint.families import GEMMA4
+from checkpoint.load import check_config
+from checkpoint.source import Entry, Source
+from model import ModelArgs
+
+NAMES: NameTable = {
+    "embed.weight": ["embed_tokens.weight"], "norm.weight": ["norm.weight"],
+    "w_in.weight": ["pre_projection.weight"], "w_out.weight": ["post_projection.weight"],
+    "w_clusters.weight": ["masked_embedding.centroids.weight"],
+    "token_order": ["masked_embedding.token_ordering"],
+    **with_prefix({name.removeprefix("layers.{i}."): [s.removeprefix("model.layers.{i}.") for s in sources]
+                   for name, sources in GEMMA4.names.items() if name.startswith("layers.")},
+                  "layers.{i}.", "layers.{i}."),
+}
+
+
+def read_assistant(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
+    """Read an assistant. Raises InputError if its config is not supported, or if it does not fit."""
+    config, tensors = source.config, {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
+    text = GEMMA4.fields(replace(source, config=config.get("text_config") or {}))
+    ordered = config.get("use_ordered_embeddings")
+    fields = text | {
+        "kind": kind, "target_hidden_size": config.get("backbone_hidden_size", 1536), "shared_kv_layers": 0,
+        "draft_vocab_size": text["vocab_size"], "aux_layers": [target.num_layers], "own_embedding": True,
+        "own_lm_head": False, "tie_embeddings": True,
+        "clusters": config.get("num_centroids", 2048) if ordered else 0,
+        "active_clusters": config.get("centroid_intermediate_top_k", 32) if ordered else 0,
+    }
+    check_config(fields).check_caches(target, source.path)
+    if order := tensors.get("masked_embedding.token_ordering"):
+        tensors["masked_embedding.token_ordering"] = Entry(
+            (*order.shape, 4), torch.uint8, lambda: order.read().int()[:, None].view(torch.uint8))
+    return ReadHead(fields, NAMES, tensors)

@@ -1,0 +1,103 @@
+"""Gemma 4's assistants: against transformers' class, and drafted text is plain text."""
+import random
+
+import pytest
+import torch
+from helpers.decoding import alone, check_texts, decode, requests
+from helpers.families import GEMMA4, SIZES, V, make_target
+
+from checkpoint.convert import convert
+from checkpoint.load import load_head, load_model
+from common.errors import InputError
+from drafters.assistant import AssistantDrafter
+from drafters.mixed import Mixed
+from drafters.ngram import NGram
+from engine.engine import Engine
+from kernels.choose import choose_backend
+from tree import TreeShape
+
+TARGETS = {"Gemma 4 E2B": {}, "Gemma 4 31B": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}}
+
+
+def make_assistant(folder, name: str, ordered: bool):
+    """Write a random assistant of a tiny target as published -> the model of transformers."""
+    transformers = pytest.importorskip("transformers")
+    shape = SIZES | GEMMA4 | TARGETS[name] | {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+        "vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    config = transformers.Gemma4AssistantConfig(
+        text_config=shape, backbone_hidden_size=SIZES["hidden_size"], use_ordered_embeddings=ordered,
+        num_centroids=16, centroid_intermediate_top_k=5)
+    with pytest.MonkeyPatch.context() as patch:  # refused by transformers 5.23
+        patch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", ["reuse"] * 3)
+        model = transformers.Gemma4AssistantForCausalLM(config).float().eval()
+    torch.manual_seed(0)
+    for n, p in model.state_dict().items():
+        if n.endswith("token_ordering"):
+            p.copy_(torch.randperm(V))
+        else:
+            p.normal_(int(n.endswith(("layer_scalar", "norm.weight"))), 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("ordered", (False, True))
+def test_logits_of_transformers(tmp_path, ordered):
+    """A chain of three drafts after a prompt that is longer than the windows."""
+    name = "Gemma 4 E2B"  # transformers 5.23 has no states of those whose layers share none
+    with torch.no_grad():
+        reference = make_target(tmp_path / "target", name)
+        assistant = make_assistant(tmp_path / "assistant", name, ordered)
+        target, _ = load_model(folder := convert(tmp_path / "target", tmp_path / "out", quiet=True))
+        head = load_head(convert(tmp_path / "assistant", target=folder, quiet=True), target, "mtp")
+        T, L = 40, target.args.num_layers
+        tokens = torch.randint(0, V, (1, T + 4), generator=torch.Generator().manual_seed(1))
+        known = reference(tokens[:, :T], output_hidden_states=True, return_shared_kv_states=True)
+        at, caches = torch.arange(T)[None], target.caches(1, T + 4)
+        visible = torch.ones(1, T, T).tril() > 0
+        feature = head.fuse(target(tokens[:, :T], at, at, visible, caches, (L,))[1][:, -1:])
+        state = known.hidden_states[-1][:, -1:]
+        torch.testing.assert_close(feature, state, rtol=1e-4, atol=1e-4)
+        seen, root = (torch.arange(T + 4) < T)[None, None], torch.tensor([[T]])
+        for step in range(3):
+            token = tokens[:, T + step : T + step + 1]
+            embedded = reference.get_input_embeddings()(token)
+            expected = assistant(
+                inputs_embeds=torch.cat((embedded, state), -1), position_ids=root,
+                shared_kv_states=dict(known.shared_kv_states))
+            feature = head(token, feature, root, root + step, seen, caches)
+            error = (head.logits(feature) - expected.logits).abs().max() / expected.logits.abs().max()
+            assert error < 1e-4
+            state = expected.last_hidden_state
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name, ordered, dtype, kernels", [
+    ("Gemma 4 E2B", True, "bf16", True), ("Gemma 4 31B", False, "fp32", True),
+    ("Gemma 4 31B", True, "fp32", False)])
+def test_drafted_text_is_plain_text(tmp_path, name, ordered, dtype, kernels):
+    """Of requests in batches, as they come and go, also joined with prompt lookup."""
+    make_target(tmp_path / "target", name)
+    make_assistant(tmp_path / "assistant", name, ordered)
+    folder = convert(tmp_path / "target", tmp_path / "out", dtype=dtype, quiet=True)
+    target, _ = load_model(folder)
+    if kernels:
+        assert choose_backend("cpu").prepare(target)
+    head = load_head(convert(tmp_path / "assistant", target=folder, dtype=dtype, quiet=True), target, "mtp")
+    if kernels:
+        target.backend.prepare(head)
+    asked = requests(6, seed=5)
+    plain = alone((target, None), asked)
+    for joined in False, True:
+        drafter = AssistantDrafter(head, TreeShape(8, 2, 3))
+        drafter = Mixed(NGram(), drafter) if joined else drafter
+        engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
+        check_texts(decode(engine, asked, random.Random(1)), plain, asked)
+
+
+def test_another_target(tmp_path):
+    make_target(tmp_path / "target", "Gemma 4 E2B")
+    make_assistant(tmp_path / "assistant", "Gemma 4 31B", False)
+    folder = convert(tmp_path / "target", tmp_path / "out", quiet=True)
+    with pytest.raises(InputError, match="another target: global_kv_heads 1, this target has 2"):
+        convert(tmp_path / "assistant", target=folder, quiet=True)
