@@ -82,7 +82,9 @@ class Engine:
         self.drafter, self.scheduler = drafter or Drafter(), scheduler or Scheduler()
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
-        defers_head = self.drafter.network is not None and (plain_requests or self.scheduler.skips_head)
+        # A recurrent target cannot read the last tokens of a shared prefix again: the head reads them alone.
+        defers_head = self.drafter.network is not None and (
+            plain_requests or self.scheduler.skips_head or target.is_recurrent)
         self.runner = ModelRunner(
             target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile, log=log,
             chunks=chunks, variants=self.scheduler.variants(self.drafter),

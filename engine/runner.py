@@ -113,7 +113,7 @@ class ModelRunner:
         self.extra_slots = max(one.extra_slots_after(self.max_commit) for one in drafters)
         self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
-        self.max_unread = max_unread and max(min(max_unread, self.cache_slots), self.max_commit)
+        self.max_unread = min(max_unread, self.cache_slots)
         # Compiled attention slices the live slots. A slice of the whole cache would make dynamo recompile:
         # a cache is longer than any slice.
         allocated = self.cache_slots + (SLOT_STEP if self.compiled else 0)
