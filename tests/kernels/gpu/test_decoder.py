@@ -66,6 +66,11 @@ def test_golden_trace(golden, device, backend, path):
     trace.check([(known, draft.tokens, draft.parent) for known, draft in steps])
 
 
+def unless_interpreted(*cases) -> list:
+    """Cases like others, which run in the interpreter, slow as it is, in `make test-all` alone."""
+    return expensive(*cases) if INTERPRETED else [*cases]
+
+
 FAMILIES = {
     "Gemma": VariantArgs(
         64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, query_scalar=24.0,
@@ -82,9 +87,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
-def test_tiny_families(device, backend, args):
+@pytest.mark.parametrize("name", ("Gemma", "gpt-oss", *unless_interpreted("Qwen3.5")))
+def test_tiny_families(device, backend, name):
     """Their text on the kernels is that of the definition, plain and drafted by prompt lookup."""
+    args = FAMILIES[name]
     torch.manual_seed(0)
     target = class_of({"kind": "target", **asdict(args)})(args).requires_grad_(False).eval()
     experts, recurrent = bool(getattr(args, "num_experts", 0)), hasattr(args, "delta_layers")
@@ -189,11 +195,6 @@ def test_states_are_checked(device, backend, monkeypatch):
 
 def no_launch(*args):
     raise RuntimeError("out of resource: shared memory\nmore")
-
-
-def unless_interpreted(*cases) -> list:
-    """Cases like others, which run in the interpreter, slow as it is, in `make test-all` alone."""
-    return expensive(*cases) if INTERPRETED else [*cases]
 
 
 @pytest.mark.parametrize("part, kernel, wrong", (  # what a wrong kernel does to its result
