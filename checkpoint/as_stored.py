@@ -12,10 +12,8 @@ from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
 from common.cli import log_stderr
-from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names, quantized_values, scales_of
+from kernels.quantized import AS_STORED, EMBED, ROUNDED, Scheme, linear_names, round_groups
 from kernels.stored import Kind, regroup
-
-ROUNDED = Kind("q8", 32)  # int8 in groups of 32, for types that no kind holds exactly
 
 
 def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
@@ -30,7 +28,8 @@ def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
             tensors.append(planned)
             continue
         grouped = [part.grouped or _rounded(part) for part in planned.parts]
-        if not _same_input_order(grouped, planned):
+        mixed = len({one.kind.mode == "f8" for one in grouped}) > 1
+        if mixed or not _same_input_order(grouped, planned):
             grouped = [_rounded(part) for part in planned.parts]
         rounded = [part for part, one in zip(planned.parts, grouped) if one is not part.grouped]
         rounded_types.update({part.quantized for part in rounded})
@@ -58,10 +57,8 @@ def _same_input_order(grouped: list[Grouped], planned: Planned) -> bool:
 def _rounded(part: Entry) -> Grouped:
     """Round a matrix to `ROUNDED`."""
     def read(to: Kind) -> tuple:
-        groups = part.read().unflatten(1, (-1, ROUNDED.group))
-        scale = scales_of(groups, "int8")
-        q = quantized_values(groups, scale, "int8").flatten(1)
-        return q, *regroup(ROUNDED, to, scale.flatten(1), None)
+        q, scale = round_groups(part.read())
+        return q, *regroup(ROUNDED, to, scale, None)
 
     return Grouped(ROUNDED, read)
 

@@ -265,7 +265,7 @@ def plan_head(
     ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     for name, sources in head.names.items():
         if name.startswith(("lm_head", "markov_out.")):  # one row for each draft id
-            tensors |= {s: tensors[s].changed(lambda x: x[order]) for s in sources if s in tensors}
+            tensors |= {s: tensors[s].rows(order) for s in sources if s in tensors}
     return config, [planned_ids(ids), *plan_tensors(source, config, head.names, tensors, dtype)]
 
 

@@ -77,16 +77,16 @@ K_HEAD = ONE + ZERO + bytes([1] * 4 + [0] * 4 + [1] * 4)
 TYPES = {
     "Q4_0": GGUFType(Kind("q4", 32), _first, ONE),
     "Q4_1": GGUFType(Kind("q4", 32, 0, True), _affine, ONE + ZERO),
-    "Q5_0": GGUFType(Kind("q8", 32), _first, ONE),
-    "Q5_1": GGUFType(Kind("q8", 32, 0, True), _affine, ONE + ZERO),
+    "Q5_0": GGUFType(Kind("q6", 32), _first, ONE),
+    "Q5_1": GGUFType(Kind("q6", 32, 0, True), _affine, ONE + ZERO),
     "Q8_0": GGUFType(Kind("q8", 32), _first, ONE),
     "IQ4_NL": GGUFType(Kind("q8", 32), _first, ONE),
-    "MXFP4": GGUFType(Kind("q8", 32), _exponent, bytes([128])),
-    "Q2_K": GGUFType(Kind("q8", 16, 256, True), _q2_k, bytes([1] * 16), ONE + ZERO),
-    "Q3_K": GGUFType(Kind("q8", 16, 256), _q3_k, tail=bytes([0x11] * 8 + [0xAA] * 4) + ONE),
+    "MXFP4": GGUFType(Kind("q6", 32), _exponent, bytes([128])),
+    "Q2_K": GGUFType(Kind("q6", 16, 256, True), _q2_k, bytes([1] * 16), ONE + ZERO),
+    "Q3_K": GGUFType(Kind("q6", 16, 256), _q3_k, tail=bytes([0x11] * 8 + [0xAA] * 4) + ONE),
     "Q4_K": GGUFType(Kind("q4", 32, 256, True), _six_bits, K_HEAD),
-    "Q5_K": GGUFType(Kind("q8", 32, 256, True), _six_bits, K_HEAD),
-    "Q6_K": GGUFType(Kind("q8", 16, 256), _q6_k, tail=bytes([1] * 16) + ONE),
+    "Q5_K": GGUFType(Kind("q6", 32, 256, True), _six_bits, K_HEAD),
+    "Q6_K": GGUFType(Kind("q6", 16, 256), _q6_k, tail=bytes([1] * 16) + ONE),
     "IQ4_XS": GGUFType(Kind("q8", 32, 256), _iq4_xs, ONE + bytes([0xAA] * 2 + [0x11] * 4)),
 }
 

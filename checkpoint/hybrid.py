@@ -5,7 +5,6 @@ Sources: transformers' modeling files, llama.cpp's conversion/qwen.py.
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,15 +56,14 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
     for name, entry in tensors.items():
         stem, last = re.fullmatch(r"(.*?)((?:linear|self)_attn\..*)?", name, re.DOTALL).groups()
         if last == "linear_attn.out_proj.weight" and tiled:
-            entry = entry.changed(lambda x: x[:, orders["linear_attn.in_proj_z.weight"]["in_proj_z.weight"]])
+            entry = entry.columns(orders["linear_attn.in_proj_z.weight"]["in_proj_z.weight"])
         if last not in orders:
             found[name] = entry
             continue
         if entry.shape[0] != (rows := sum(map(len, orders[last].values()))):
             raise InputError(f"{path}: tensor {name} {list(entry.shape)}: expected {rows} rows")
         for new, order in orders[last].items():
-            change, shape = partial(torch.index_select, dim=0, index=order), (len(order), *entry.shape[1:])
-            found[f"{stem}{last.partition('.')[0]}.{new}"] = entry.changed(change, shape)
+            found[f"{stem}{last.partition('.')[0]}.{new}"] = entry.rows(order)
     return found
 
 

@@ -6,6 +6,7 @@ transformers' fine-grained fp8.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +33,7 @@ Parts = dict[str, Entry]
 
 
 class Codes(NamedTuple):
-    """A matrix w = q * scale - minimum: q [N, K] int8 or uint8, scale and minimum [N, groups] float32."""
+    """A matrix w = q * scale - minimum: q [N, K] in a byte, scale and minimum [N, groups] float32."""
 
     q: Tensor
     scale: Tensor
@@ -40,15 +41,12 @@ class Codes(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A quantized layer with this shape of its weight.
-
-    read: reads it; in float32 if it has no groups of inputs. order: the inputs by groups, if they are not.
-    """
+    """A quantized layer with this shape of its weight. order: the inputs by groups, if they are not."""
 
     shape: tuple[int, int]
-    read: Callable[[], Codes | Tensor]
-    bits: int = 0
-    groups: int = 0
+    read: Callable[[], Codes]
+    mode: str  # of its `Kind`; with 4 bits, q4 where the kernels have it
+    groups: int
     minima: bool = False
     order: Tensor | None = None
 
@@ -60,19 +58,17 @@ class Layer(NamedTuple):
 
     def numbers(self) -> Tensor:
         """Return the weight in float32."""
-        if not self.groups:
-            return self.read()
         kind = Kind("q8", 1, 0, self.minima)  # of any group
         weight = numbers(kind, *self.stored(kind, kind, 1))
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def grouped(self) -> Grouped | None:
         """Return the weight as `kernels.stored` holds it; None if no kind does."""
-        size, rest = divmod(self.shape[1], self.groups or self.shape[1] + 1)
+        size, rest = divmod(self.shape[1], self.groups)
         group = next((n for n in reversed(GROUPS) if size and not rest and size % n == 0), 0)
         if not group:
             return None
-        mode = "q4" if self.bits <= 4 and group > 16 else "q8"
+        mode = "q6" if self.mode == "q4" and group == 16 else self.mode
         kind = Kind(mode, group, 0, self.minima, self.order is not None)
 
         def read(to: Kind) -> tuple:
@@ -126,7 +122,7 @@ def _gptq(layer: Parts, said: dict) -> Layer:
             q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
         return Codes(q, scale, scale * zeros)
 
-    return Layer((N, K), read, bits, groups, True, _order(order, groups))
+    return Layer((N, K), read, "q8" if bits == 8 else "q4", groups, True, _order(order, groups))
 
 
 def _awq(layer: Parts, said: dict) -> Layer:
@@ -140,7 +136,7 @@ def _awq(layer: Parts, said: dict) -> Layer:
         scale = layer["scales"].read().float().t()
         return Codes(q, scale, scale * zeros)
 
-    return Layer((8 * columns, K), read, 4, groups, True)
+    return Layer((8 * columns, K), read, "q4", groups, True)
 
 
 def _integers(layer: Parts, said: dict) -> Layer:
@@ -167,7 +163,7 @@ def _integers(layer: Parts, said: dict) -> Layer:
         zero = unpack(zeros.read().t(), bits)[:, :N].t().float() - offset if packed else zeros.read().float()
         return Codes(q, each, each * zero.view(-1, groups))
 
-    return Layer((N, K), read, bits, groups, zeros is not None, _order(order, groups))
+    return Layer((N, K), read, f"q{bits}", groups, zeros is not None, _order(order, groups))
 
 
 def _float4(layer: Parts, said: dict) -> Layer:
@@ -186,26 +182,30 @@ def _float4(layer: Parts, said: dict) -> Layer:
         twice = e2m1(torch.stack((packed & 15, packed >> 4), -1).flatten(1)).mul_(2)
         return Codes(twice.to(torch.int8), scale / 2)
 
-    return Layer((N, 2 * columns), read, 8, groups)
+    return Layer((N, 2 * columns), read, "q6", groups)
 
 
 def _float8(layer: Parts, said: dict) -> Layer:
     """e4m3. A scale for all, for each row, or for each block."""
-    (N, K), block = layer["weight"].shape, said.get("weight_block_size") or FP8_BLOCK
+    (N, K), (rows, columns) = layer["weight"].shape, said.get("weight_block_size") or FP8_BLOCK
     name = "weight_scale" if "weight_scale" in layer else "weight_scale_inv"
-    blocks = tuple(-(-size // each) for size, each in zip((N, K), block))
+    blocks = -(-N // rows), -(-K // columns)
     _expect(layer, **{"weight": ([torch.float8_e4m3fn], (N, K)),
                       name: (FLOATS, blocks, (N, 1), (N,), (1, 1), (1,), ())})
 
-    def read() -> Tensor:
-        weight, scale = layer["weight"].read().float(), layer[name].read().float()
-        if scale.shape != blocks:
-            return weight.mul_(scale.view(-1, 1))
-        for dim, size in enumerate(block):
-            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
-        return weight.mul_(scale)
+    in_blocks = tuple(layer[name].shape) == blocks
+    group = math.gcd(K, columns) if in_blocks else K  # the last block may have fewer inputs
 
-    return Layer((N, K), read)
+    def read() -> Codes:
+        q, scale = layer["weight"].read(), layer[name].read().float()
+        if bool((q.view(torch.uint8) & 127 == 127).any()):
+            raise ValueError("weight has numbers that are not finite")
+        if in_blocks:
+            scale = scale.repeat_interleave(rows, 0)[:N]
+            scale = scale.repeat_interleave(columns // group, 1)[:, : K // group]
+        return Codes(q, scale if in_blocks else scale.view(-1, 1).expand(N, 1))
+
+    return Layer((N, K), read, "f8", K // group)
 
 
 def _layer(layer: Parts, said: dict) -> Layer:

@@ -1,8 +1,6 @@
 """The order of queries' and keys' channels where only some are rotary, or pairs are neighbors."""
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -39,6 +37,6 @@ def reordered(tensors: dict[str, Entry], fields: dict, neighbors: bool) -> dict[
     def entry(name: str, entry: Entry) -> Entry:
         rows = orders.get(name.rpartition("self_attn.")[2].partition(".")[0])
         fits = rows is not None and entry.shape[0] == len(rows)  # others are reported with all shapes
-        return entry.changed(partial(torch.index_select, dim=0, index=rows)) if fits else entry
+        return entry.rows(rows) if fits else entry
 
     return {name: entry(name, tensor) for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +72,19 @@ class Entry:
     def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
         """Return the tensor that `change` makes of this one. shape: its shape, if it is another."""
         return Entry(shape or self.shape, self.dtype, lambda: change(self.read()), self.quantized)
+
+    def rows(self, index: Tensor) -> Entry:
+        """Return the tensor of these rows, as its file stores them."""
+        of_rows = self.changed(lambda x: x[index], (len(index), *self.shape[1:]))
+        kept = self.grouped and self.grouped._replace(
+            read=lambda to: tuple(x if x is None else x[index] for x in self.grouped.read(to)))
+        return replace(of_rows, grouped=kept)
+
+    def columns(self, index: Tensor) -> Entry:
+        """Return the matrix of these columns, a permutation: as its file stores it in an order of its own."""
+        kept = self.grouped and self.grouped._replace(
+            kind=self.grouped.kind._replace(ordered=True), order=index.argsort())
+        return replace(self.changed(lambda x: x[:, index]), grouped=kept)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from head import Eagle3Head
 from kernels.cpu_cache import CpuCaches, angles
-from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding
+from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding, in_integers
 from model import (
     MLP,
     Block,
@@ -61,6 +61,7 @@ class Packed(nn.Module):
     ):
         super().__init__()
         self.backend, gated = backend, activation is not None
+        weight = in_integers(weight) if isinstance(weight, Quantized) else weight
         values = getattr(weight, "weight", weight)
         self.columns, self.mode = values.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME_DTYPE)
         quantized = isinstance(weight, Quantized)
@@ -68,7 +69,7 @@ class Packed(nn.Module):
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
         self.scale = None
         if quantized:
-            self.scale = _constant(pack_records(backend, weight, gated) if weight.kind
+            self.scale = _constant(pack_records(backend, weight, gated, len(self.packed)) if weight.kind
                                    else pack_scale(backend, weight.scale, gated))
         self.bias = None
         if bias is not None:
@@ -272,8 +273,11 @@ def pack_models(backend, *models: nn.Module) -> bool:
         return done[module]
 
     def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the children that operators support. Each is freed before the next is packed."""
-        for name in [name for name, _ in parent.named_children()]:
+        """Replace the children that operators support. Each is freed before the next is packed.
+
+        The lm_head, the largest, comes first, while little memory is in use.
+        """
+        for name in sorted((name for name, _ in parent.named_children()), key=lambda name: name != "lm_head"):
             child = parent.get_submodule(name)
             if isinstance(child, RMSNorm) and supports_row_size(2, dtype, device):
                 setattr(parent, name, PackedNorm(backend, child))
@@ -410,62 +414,77 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
     A block has c outputs and is read sequentially, once per pass; w inputs fill a word. gated: half of a
     block's columns are gate, half up. mode: of quantized weights, as `QuantizedLinear` stores them; None:
     others, with words of 4 bytes. Bytes of 4-bit modes (mxfp4: [blocks, K/w, c/2 * w] uint8, q4:
-    [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. In w8a8 and
-    q8, 128 is added for instruction sets that multiply unsigned values.
+    [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. q6 is
+    [blocks, K/w, 3/4 c, w], see csrc/packing.h. In w8a8 and q8, 128 is added for instruction sets that
+    multiply unsigned values.
     """
     layout, in_bytes = backend.layout, mode in ("w8a8", "q8")
     if mode is None:
         words = 4 // dtype.itemsize
     elif in_bytes:
         words = layout.bytes_per_word
-    elif mode == "q4":
+    elif mode in ("q4", "q6"):
         words = layout.nibbles_per_word
     else:
         words = layout.bf16_per_word if dtype == torch.bfloat16 else 1
     if mode in ("q4", MXFP4):
-        out = _pack(backend, backend.ops.pack_nibbles, weight, words, gated)
+        out = _pack(backend, backend.ops.pack_nibbles, 4, weight, words, gated)
         return out if mode == "q4" else out.flatten(2)
-    out = _pack(backend, backend.ops.pack, weight, words, gated, layout.byte_offset if in_bytes else 0)
+    if mode == "q6":
+        return _pack(backend, backend.ops.pack_sixes, 6, weight, words, gated)
+    out = _pack(backend, backend.ops.pack, 8, weight, words, gated, layout.byte_offset if in_bytes else 0)
     return out.view(torch.uint8) if in_bytes else out
 
 
 def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
     """Pack scales [N, groups] -> [blocks, groups, c]."""
-    return _pack(backend, backend.ops.pack, scale, 1, gated, 0).flatten(2)
+    return _pack(backend, backend.ops.pack, 8, scale, 1, gated, 0, empty=torch.empty).flatten(2)
 
 
-def pack_records(backend, weight: Quantized, gated: bool) -> Tensor:
+def pack_records(backend, weight: Quantized, gated: bool, blocks: int) -> Tensor:
     """Pack a stored layer's scales -> [blocks, units, 1 or 2, bytes], see csrc/kernels.h: Records."""
+    # Some rows, or an expert, at a time: large temporary tensors would leave holes in memory.
+    step = 1 if weight.weight.dim() == 3 else weight.outputs if gated else 512 * backend.layout.columns
+    out, first = None, 0
+    for parts in zip(*(x.split(step) for x in weight.scales)):
+        part = _records(backend, weight, gated, *parts)
+        if out is None:
+            out = _empty_in_huge_pages((blocks, *part.shape[1:]), torch.uint8)
+        out[first : first + len(part)] = part
+        first += len(part)
+    return out
+
+
+def _records(backend, weight: Quantized, gated: bool, scale: Tensor, codes: Tensor | None = None) -> Tensor:
     kind, count = weight.kind, 1 + weight.kind.minima
 
     def packed(x: Tensor) -> list[Tensor]:  # [N, count * n] -> count of [blocks, n, columns]
         return [pack_scale(backend, part.contiguous(), gated) for part in x.chunk(count, -1)]
 
-    scales = torch.stack(packed(weight.scale.float()), 2).view(torch.uint8)  # [blocks, units, count, bytes]
-    if not kind.unit:
+    scales = torch.stack(packed(scale.float()), 2).view(torch.uint8)  # [blocks, units, count, bytes]
+    if codes is None:
         return scales
     units = kind.units(weight.inputs)
-    codes = torch.stack([x.unflatten(1, (units, -1)) for x in packed(weight.codes)], 3)
+    codes = torch.stack([x.unflatten(1, (units, -1)) for x in packed(codes)], 3)
     codes = codes.flatten(2).view(torch.uint8).unflatten(2, (count, -1))
     return torch.cat((scales.flatten(2), codes.flatten(2)), 2).unflatten(2, (count, -1))
 
 
 def _pack(
-    backend, operator: Callable, weight: Tensor, words: int, gated: bool, byte_offset: int | None = None
+    backend, operator: Callable, bits: int, weight: Tensor, words: int, gated: bool, *byte_offset: int,
+    empty: Callable | None = None,
 ) -> Tensor:
     """Pack a weight [N, K], or the weights of all experts [E, N, K].
 
-    byte_offset: see csrc/packing.h: pack; None for `ops.pack_nibbles`, which has two values per byte.
+    bits: of a value, if it has at most a byte. byte_offset: see csrc/packing.h: pack.
     """
     weights, columns = weight[None] if weight.dim() == 2 else weight, backend.layout.columns
     halves = 1 + gated
     blocks = -(-weight.shape[-2] // halves // (columns // halves))
-    per_byte = 2 if byte_offset is None else 1
-    offset = () if byte_offset is None else (byte_offset,)
-    shape = len(weights), blocks, weight.shape[-1] * per_byte // words, columns // per_byte, words
-    out = _empty_in_huge_pages(shape, weight.dtype)
+    shape = len(weights), blocks, weight.shape[-1] * 8 // bits // words, columns * bits // 8, words
+    out = (empty or _empty_in_huge_pages)(shape, dtype=weight.dtype)
     for one, to in zip(weights, out):
-        operator(one, gated, *offset, to)
+        operator(one, gated, *byte_offset, to)
     return out.flatten(0, 1)
 
 

@@ -7,8 +7,9 @@ w8a8   int8 weights; a layer's inputs are rounded to int8 too, with one scale pe
 fp8    e4m3, one scale per output; inputs are rounded to fp8 too, with one scale per token
 mxfp4  of experts whose files have it: e2m1, two values per byte; one scale per 32 inputs, a power of two
        (e8m0: a byte, the exponent + 127)
-q4, q8 of published quantized files, and of 4 bits (int4, w4a8), see `kernels.stored`; inputs are rounded to
-       int8 in the weight's groups
+q4, q6, q8 of published quantized files, and of 4 bits (int4, w4a8), see `kernels.stored`; inputs are rounded
+       to int8 in the weight's groups
+f8     of published files, see `kernels.stored`; inputs are not rounded
 """
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from common.errors import first_line
 from common.schema import Flag, InvalidValue, schema_of
-from kernels.stored import STORED, Kind, fit, four_bits, restored, round_to, unpack_pairs
+from kernels.stored import INTEGERS, Kind, fit, four_bits, restored, round_to, unpack_pairs
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
@@ -36,8 +37,9 @@ MXFP4, MXFP4_GROUP = "mxfp4", 32  # of experts only, read from files, never roun
 LM_HEAD_MODES = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
 GROUPS = (32, 64, 128)
 
-ROUNDS_INPUTS = ("w8a8", *STORED)  # to int8
+ROUNDS_INPUTS = ("w8a8", *INTEGERS)  # to int8
 W8A8_GROUP = 64  # inputs that share a scale
+ROUNDED = Kind("q8", 32)  # int8 in groups, for types that no kind holds exactly, and f8 on CPUs
 FP8_MAX = 448.0  # the largest e4m3 number
 CHUNK_VALUES = 1 << 19  # values rounded at a time: fewer calls, and results that fit a processor's cache
 
@@ -131,6 +133,13 @@ def quantized_values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
     """Return q of weight [..., N, K]: int8 or float8_e4m3fn."""
     units = weight.float() / scale
     return units.to(torch.float8_e4m3fn) if mode == "fp8" else units.round_().to(torch.int8)
+
+
+def round_groups(weight: Tensor, group: int = ROUNDED.group) -> tuple[Tensor, Tensor]:
+    """Return q and scales [..., K/group] of weight [..., K] in int8 in groups of inputs."""
+    groups = weight.unflatten(-1, (-1, group))
+    scale = scales_of(groups, "int8")
+    return quantized_values(groups, scale, "int8").flatten(-2), scale[..., 0]
 
 
 def by_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
@@ -260,11 +269,24 @@ class Quantized(nn.Module):
         return dequantize(weight, scale, dtype)
 
 
+def in_integers(weight: Quantized) -> Quantized:
+    """Return a weight in f8 rounded to `ROUNDED`, for kernels that multiply integers; others as they are."""
+    if not weight.kind or weight.mode != "f8":
+        return weight
+    kind = ROUNDED._replace(group=min(ROUNDED.group, weight.group))
+    rounded = Quantized((*weight.weight.shape[:-1], weight.inputs), kind)
+    tensors = weight.weight, weight.scale, rounded.weight, rounded.scale
+    for stored, scale, q, to in by_rows(*tensors):
+        for out, found in zip((q, to), round_groups(weight.numbers(stored, scale), kind.group)):
+            out.copy_(found)
+    return rounded
+
+
 class QuantizedLinear(Quantized):
     """A quantized linear layer [K] -> [N]. This is the reference: it dequantizes the weight at every call.
 
-    `kernels.packed` has the form for CPUs, `kernels.gpu.products` the one for int8 and q4 on GPUs; fp8 uses
-    tensor cores where they support it. On a GPU, w8a8 runs as int8 on rounded inputs.
+    `kernels.packed` has the form for CPUs, `kernels.gpu.products` the one for integers and f8 on GPUs; fp8
+    uses tensor cores where they support it. On a GPU, w8a8 runs as int8 on rounded inputs.
     fused: computes `product` in one kernel.
     """
 

@@ -1,8 +1,10 @@
-"""Weights at the precision in which published files store them: integers of 4 or 8 bits in groups of inputs.
+"""Weights at the precision in which published files store them: integers of 4 to 8 bits in groups of inputs.
 
 w = scale * q - minimum, with a scale and maybe a minimum for each output and group. q4: q is 0..15, or -8..7
-without minima, two in a byte, even inputs in the low bits; q8: q is -128..127. Scales are float32. Those of
-K-quants are small integers (`codes`) times a unit that several groups share.
+without minima, two in a byte, even inputs in the low bits. q6: q is -32..31; q + 32 of four inputs in three
+bytes, two with their low four bits as in q4, one with their high bits. q8: q is -128..127. f8: q is e4m3,
+as bytes. Scales are float32. Those of K-quants are small integers (`codes`) times a unit that several groups
+share.
 """
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STORED = ("q4", "q8")
+INTEGERS = ("q4", "q6", "q8")
+STORED = (*INTEGERS, "f8")
 GROUPS = 16, 32, 64, 128
 ROW = -1  # the unit of codes is a row: all inputs
 CODED_INPUTS = 128  # that are rounded to int8 together where scales have codes; else those of a group
@@ -57,20 +60,20 @@ class Kind(NamedTuple):
 
     def sizes(self, inputs: int) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns and types of the tensors of a weight [..., inputs]; minima follow scales."""
-        count, four = 1 + self.minima, self.mode == "q4"
-        sizes = {"weight": (inputs // 2, torch.uint8) if four else (inputs, torch.int8),
+        count, bits = 1 + self.minima, int(self.mode[1:])
+        sizes = {"weight": (inputs * bits // 8, torch.int8 if bits == 8 else torch.uint8),
                  "scale": (count * self.units(inputs), torch.float32)}
         return sizes | ({"codes": (count * inputs // self.group, torch.int8)} if self.unit else {})
 
     def joined(self, other: Kind) -> Kind:
-        """Return the kind that holds weights of both exactly, which have one order."""
+        """Return the kind that holds weights of both exactly, which have one order, and e4m3 both or none."""
         if self == other:
             return self
         unit = self.unit if self.unit == other.unit else 0
         group = math.gcd(self.group, other.group)
         # Four bits without minima are -8..7, with minima 0..15.
-        return Kind("q4" if self.mode == other.mode == "q4" and self.minima == other.minima else "q8",
-                    group, unit, self.minima or other.minima, self.ordered)
+        mode = max(self.mode, other.mode, "q4" if self.minima == other.minima else "q6")
+        return Kind(mode, group, unit, self.minima or other.minima, self.ordered)
 
 
 def pack_pairs(q: Tensor) -> Tensor:
@@ -84,18 +87,38 @@ def unpack_pairs(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def pack_sixes(q: Tensor) -> Tensor:
+    """Pack q [..., K] in 0..63 to [..., 3 K/4] uint8."""
+    four = q.contiguous().view(torch.int32)
+    low, high = four & 0x0F0F0F0F, four >> 4 & 0x03030303
+    low, high = low | low >> 4, high | high >> 6
+    return torch.stack((low, low >> 16, high | high >> 12), -1).to(torch.uint8).flatten(-2)
+
+
+def unpack_sixes(packed: Tensor) -> Tensor:
+    """Invert `pack_sixes`, to uint8."""
+    *low, high = packed.unflatten(-1, (-1, 3)).unbind(-1)
+    q = torch.stack([part for both in low for part in (both & 15, both >> 4)], -1)
+    return (q | torch.stack([high << 4 - at if at < 4 else high >> at - 4 for at in (0, 2, 4, 6)], -1) & 48
+            ).flatten(-2)
+
+
 def values(kind: Kind, weight: Tensor) -> Tensor:
-    """Return q [..., K] of a stored weight, int8."""
-    if kind.mode == "q8":
-        return weight
+    """Return q [..., K] of a stored weight, int8 or e4m3."""
+    if kind.mode in ("q8", "f8"):
+        return weight if kind.mode == "q8" else weight.view(torch.float8_e4m3fn)
+    if kind.mode == "q6":
+        return unpack_sixes(weight).view(torch.int8) - 32
     q = unpack_pairs(weight).view(torch.int8)
     return q if kind.minima else q - 8
 
 
 def pack_values(kind: Kind, q: Tensor) -> Tensor:
-    """Invert `values`. q: int8 or, if it is not negative, uint8."""
-    if kind.mode == "q8":
+    """Invert `values`. q: int8, if it is not negative uint8, or e4m3."""
+    if kind.mode in ("q8", "f8"):
         return q.view(torch.int8)
+    if kind.mode == "q6":
+        return pack_sixes(q + 32)
     return pack_pairs(q if kind.minima else q + 8)
 
 

@@ -96,7 +96,8 @@ template <class Columns>
 inline void load_signed(const char* p, Words* columns) {
   typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
   Columns::unpack(p, 0, columns);
-  for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
+  if constexpr (requires { Columns::ADDED; })
+    for (int v = 0; v < VECTORS; v++) columns[v] = (Words)((Values)columns[v] - int8_t(Columns::ADDED));
 }
 
 // `add_products` for `count` steps of a block, and advance p. Reads them in place, or unpacked and padded with zeros

@@ -33,17 +33,17 @@ struct Records {
 
 // A weight as packed by kernels/packed.py: pack: [blocks, steps, columns]. Quantized weights have scales [blocks,
 // groups, columns]: float32 and one group (int8, w8a8), an exponent in a byte per group of inputs (mxfp4), or `Records`
-// (w8a8, w4a8). bias [blocks, columns], if any, is added to products first.
+// (w8a8, w6a8, w4a8). bias [blocks, columns], if any, is added to products first.
 struct Weight {
-  enum Format { WHOLE, INT8, MXFP4, W8A8, W4A8 } format;
+  enum Format { WHOLE, INT8, MXFP4, W8A8, W4A8, W6A8 } format;
   const char* data;
   const void* scales;
   int64_t blocks, steps, groups, size;  // size: bytes of a block
   const float* bias = nullptr;
-  Records records = {};  // of w8a8 and w4a8, how the scales of a group are stored
+  Records records = {};  // of weights that round x, how the scales of a group are stored
 
   const char* block(int64_t b) const { return data + b * size; }
-  bool rounds() const { return format == W8A8 || format == W4A8; }  // x is rounded to int8
+  bool rounds() const { return format >= W8A8; }  // x is rounded to int8
 };
 
 // The keys or values of a layer [B, S, kv_heads, hd], with the strides of sequences, slots and heads in elements.

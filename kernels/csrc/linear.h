@@ -62,6 +62,8 @@ void linear_part(const Team& team, const Value<X>* x, const Portions& portions, 
       if (tiled) shapes.shape(rows);
       if (w.format == Weight::W8A8)
         rounded_rows<Bytes>(rounded, int8_tile, tile_rows, rows, w, b, next, sums);
+      else if (w.format == Weight::W6A8)
+        rounded_rows<Sixes>(rounded, int8_tile, tile_rows, rows, w, b, next, sums);
       else if (w.format == Weight::W4A8)
         rounded_rows<Nibbles>(rounded, int8_tile, tile_rows, rows, w, b, next, sums);
       else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);

@@ -84,6 +84,7 @@ inline Ints dot_bytes(Ints sum, Words weights, Words values) {
 }
 #endif
 constexpr int NIBBLES_PER_WORD = BYTES_PER_WORD;
+inline Words load_quarters(const void* from) { return load_weight_bytes(from); }
 
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define BYTES_BY_TWOS 1

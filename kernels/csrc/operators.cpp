@@ -37,7 +37,8 @@ inline Weight weight(const Tensor* packed, const Tensor* scale, const Tensor* bi
                                 : type != ScalarType::Byte    ? Weight::WHOLE
                                 : t.dim() != 4                ? Weight::MXFP4
                                 : t.size(2) == BLOCK          ? Weight::W8A8
-                                                              : Weight::W4A8;
+                                : t.size(2) == BLOCK / 2      ? Weight::W4A8
+                                                              : Weight::W6A8;
   Weight found{format, static_cast<const char*>(data(t)), scale ? data(*scale) : nullptr, t.size(0), t.size(1), 1,
                t.stride(0) * int64_t(t.element_size()), floats(bias)};
   if (format == Weight::MXFP4) found.groups = scale->size(1);
@@ -403,8 +404,8 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(layer_table) X(layers) X(head_forward) X(target_forward) \
-  X(verify) X(draft) X(grow) X(cache_table) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) \
-  X(advance) X(visible_slots) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles) X(embed)
+  X(verify) X(draft) X(grow) X(cache_table) X(move) X(restrict) X(pack) X(pack_nibbles) X(pack_sixes) X(gumbel) \
+  X(draw) X(rank) X(advance) X(visible_slots) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles) X(embed)
 #define OF_NUMBERS(X) X(layout) X(int8_block_sizes) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());
 #define IMPLEMENT(name) m.impl(#name, eagle::Operator<&eagle::name>::call);

@@ -68,4 +68,35 @@ void pack_nibbles(const Of<uint8_t>& weight, bool paired, Tensor& out) {
   });
 }
 
+// Pack rows of 6-bit values, stored as in kernels/stored.py (value + 32, four in three bytes), to out [blocks, words,
+// 3/4 columns, per_word] bytes: of each word the low four bits as `pack_nibbles` does, then the high two bits of each
+// quarter of the columns. Rows beyond the last are 32, which is zero.
+void pack_sixes(const Of<uint8_t>& weight, bool paired, Tensor& out) {
+  static constexpr uint8_t ZEROS[] = {0, 0, 0xAA};
+  constexpr int64_t TILE = 48;  // bytes of every row
+  const int64_t bytes = weight.size(1), quarter = out.size(2) / 3, per_word = out.size(3);
+  const int64_t step = out.size(2) * per_word;
+  auto* to = out.mutable_data_ptr<uint8_t>();
+  for_each_block(weight, 4 * quarter, paired, [&](int64_t b, const auto& row_of) {
+    uint8_t* block = to + b * out.size(1) * step;
+    for (int64_t first = 0; first < bytes; first += TILE)
+      for (int64_t c = 0; c < quarter; c++)
+        for (int64_t j = first; j < std::min(bytes, first + TILE); j += 3) {
+          const uint8_t* from[4];
+          for (int i = 0; i < 4; i++) {
+            const int64_t row = row_of(c + i * quarter);
+            from[i] = row < 0 ? ZEROS : &weight[row * bytes + j];
+          }
+          for (int64_t i = 0; i < 4; i++) {
+            const int64_t k = j / 3 * 4 + i;
+            uint8_t* word = block + k / per_word * step + c * per_word + k % per_word;
+            const auto low = [&](int row) { return from[row][i / 2] >> i % 2 * 4 & 15; };
+            const auto high = [&](int row) { return (from[row][2] >> 2 * i & 3) << 2 * row; };
+            for (int half : {0, 1}) word[half * quarter * per_word] = uint8_t(low(half) | low(half + 2) << 4);
+            word[2 * quarter * per_word] = uint8_t(high(0) | high(1) | high(2) | high(3));
+          }
+        }
+  });
+}
+
 }  // namespace eagle

@@ -38,6 +38,7 @@ inline Words load_weight_bytes(const void* from) {  // bytes to pairs of 16-bit 
   for (int i = 0; i < 2 * LANES; i++) values[i] = static_cast<const int8_t*>(from)[i];
   return load<Words>(values);
 }
+inline Words load_quarters(const void* from) { return load_weight_bytes(from); }
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   const Ints w = (Ints)weights, v = (Ints)values;
   return sum + (w << 16 >> 16) * (v << 16 >> 16) + (w >> 16) * (v >> 16);

@@ -1,4 +1,4 @@
-// Activations rounded to int8, and their products: w8a8, w4a8.
+// Activations rounded to int8, and their products: w8a8, w6a8, w4a8.
 #pragma once
 
 #include "blocks.h"
@@ -34,11 +34,12 @@ struct Rounding {
   static constexpr int64_t CODED_GROUP = 128;  // of weights with codes, as in stored.py
   static constexpr int64_t MIN_PART = 16, MAX_GROUP = CODED_GROUP;  // of weights in groups, see stored.py
   int64_t group, part, per_word;
+  bool sixes = false;  // the weight has 6 bits
 
   static Rounding of(const Weight& w) {
     const int64_t per_word = w.format == Weight::W8A8 ? BYTES_PER_WORD : NIBBLES_PER_WORD;
     const int64_t part = w.records.kind == Records::NONE ? 64 : w.steps / w.groups * per_word;
-    return {w.records.kind == Records::CODES ? CODED_GROUP : part, part, per_word};
+    return {w.records.kind == Records::CODES ? CODED_GROUP : part, part, per_word, w.format == Weight::W6A8};
   }
   int64_t groups(int64_t K) const { return (K + group - 1) / group; }
   int64_t parts(int64_t K) const { return (K + part - 1) / part; }
@@ -52,22 +53,24 @@ using Portions = std::vector<Portion>;
 
 // Rows of x rounded to int8, in tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
 // [parts, rows, words of a part], padded with zeros. scales [groups, loop rows], and the sum of a part's integers,
-// exact in a float: totals [parts, loop rows].
+// exact in a float: totals [parts, loop rows]. For `sum_in_shorts` of 6-bit weights: starts [K / MIN_PART, loop rows].
 struct Rounded {
   static constexpr int64_t MAX_ROWS = TILE_ROWS ? TILE_ROWS : ROWS;  // of a tile
-  std::vector<uint32_t> words;
+  std::vector<uint32_t> words, starts;
   std::vector<float> scales, totals;
 
   // Allocate memory for M rows of at most K values.
   Rounded(int64_t M, int64_t K)
       : words(tiles_of(M, MAX_ROWS) * MAX_ROWS *
               std::max(smallest(BYTES_PER_WORD).words(K), smallest(NIBBLES_PER_WORD).words(K))),
-        scales(tiles_of(M, MAX_ROWS) * MAX_ROWS * smallest(1).groups(K)),
-        totals(scales.size()) {}
+        starts(tiles_of(M, MAX_ROWS) * MAX_ROWS * smallest(1).groups(K)),
+        scales(starts.size()),
+        totals(starts.size()) {}
   static Rounding smallest(int64_t per_word) { return {Rounding::MIN_PART, Rounding::MIN_PART, per_word}; }
 
   uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * MAX_ROWS * how.words(K)]; }
   float* scales_of(int64_t tile, int64_t K, const Rounding& how) { return &scales[tile * MAX_ROWS * how.groups(K)]; }
+  uint32_t* starts_of(int64_t tile, int64_t K) { return &starts[tile * MAX_ROWS * smallest(1).groups(K)]; }
   float* totals_of(int64_t tile, int64_t K, const Rounding& how) { return &totals[tile * MAX_ROWS * how.parts(K)]; }
 
   // Round x [M, K], distributed over threads by groups of a tile. Ends with a barrier.
@@ -84,19 +87,27 @@ struct Rounded {
       const int64_t tile = item / groups, g = item % groups, from = g * how.group, size = std::min(how.group, K - from);
       const int64_t rows = std::min(tile_rows, of.rows - tile * tile_rows), here = of.first / MAX_ROWS + tile;
       float *scale = scales_of(here, K, how) + g * all, *total = totals_of(here, K, how) + from / how.part * all;
-      uint32_t* to = words_of(here, K, how);
+      uint32_t *to = words_of(here, K, how), *start = starts_of(here, K) + from / Rounding::MIN_PART * all;
       for (int64_t r = 0; r < rows; r++) {
         const Value<X>* row = x + (of.first + tile * tile_rows + r) * K;
         const auto round = [&](auto size, auto part, auto per_word) {
+          constexpr int64_t MIN_PART = Rounding::MIN_PART;
           alignas(64) char q[2 * Rounding::MAX_GROUP];
-          Ints sums[Rounding::MAX_GROUP / Rounding::MIN_PART] = {};
+          Ints sums[Rounding::MAX_GROUP / MIN_PART] = {};
           scale[r] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
-            sums[i / part] += x;
+            sums[i / MIN_PART] += x;
             if (per_word == 4) store_bytes(q + i, x);
             else store_shorts(q + 2 * i, (Words)x);
           });
+          for (int64_t s = 0; how.sixes && s * MIN_PART < size; s++) {
+            int32_t pairs[2] = {};  // the sums of the first two bytes and of the last two of each word, times -32
+            for (int l = 0; l < LANES; l++) pairs[l / 2 % 2] -= 32 * sums[s][l];
+            start[s * all + r] = uint32_t(pairs[1]) << 16 | uint16_t(pairs[0]);
+          }
           for (int64_t p = 0; p * part < size; p++) {
-            total[p * all + r] = float(sum_of_lanes(sums[p]));
+            Ints of_part = {};
+            for (int64_t i = p * part; i < p * part + part; i += MIN_PART) of_part += sums[i / MIN_PART];
+            total[p * all + r] = float(sum_of_lanes(of_part));
             if constexpr (TILE_ROWS) {
               uint32_t* words = to + ((from / part + p) * tile_rows + r) * how.tile_words();
               std::fill_n(words, how.tile_words(), 0);
@@ -115,6 +126,7 @@ struct Rounded {
         if (size == 64 && how.per_word == bytes) round(constant<64>, constant<64>, bytes);
         else if (size == coded && how.part == 32 && how.per_word == nibbles) round(coded, constant<32>, nibbles);
         else if (size == coded && how.part == 16 && how.per_word == bytes) round(coded, constant<16>, bytes);
+        else if (size == coded && how.part == 16 && how.per_word == nibbles) round(coded, constant<16>, nibbles);
         else if (size == 32 && how.per_word == nibbles) round(constant<32>, constant<32>, nibbles);
         else round(size, how.part, how.per_word);
       }
@@ -132,10 +144,25 @@ inline void words_of_nibbles(const void* from, Words& low, Words& high) {
   low = both & LOW, high = (both >> 4) & LOW;
 }
 struct Nibbles : Halves<NIBBLES_PER_WORD, words_of_nibbles> {  // -8..7
-  static constexpr int ADDED = 8;
+  static constexpr int ADDED = 8, SHORT_SUMS = 8;  // 8 * 2 * 15 * 127 is a short
 };
 struct Unsigned : Nibbles {  // 0..15, of weights with minima
   static constexpr int ADDED = 0;
+};
+struct Sixes : Nibbles {  // -32..31: low bits as nibbles, then two high bits of each quarter of the columns
+  static constexpr int ADDED = 32, SHORT_SUMS = Rounding::MIN_PART / 4;  // 4 * 2 * 32 * 127 is a short
+  static constexpr int64_t BYTES = BLOCK * 3 / 4 * NIBBLES_PER_WORD;
+  static void unpack(const char* p, int, Words* columns) {
+    constexpr uint32_t HIGH = NIBBLES_PER_WORD == 4 ? 0x30303030u : 0x00300030u;
+    Nibbles::unpack(p, 0, columns);
+    const Words all = load_quarters(p + Nibbles::BYTES);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+      Words by;  // 4, 2, 0 and -2 bits to the left
+      for (int l = 0; l < LANES; l++) by[l] = 2 * std::abs(2 - (v * LANES + l) / (BLOCK / 4));
+      columns[v] |= (2 * v < VECTORS ? all << by : all >> by) & HIGH;
+    }
+  }
 };
 
 // Add the products of R rounded rows over the steps from p to `end` to the sums. Integer sums are exact in any order.
@@ -151,22 +178,27 @@ inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, P
   }
 }
 
-#ifndef SHORT_SUMS
+#ifndef SUMS_IN_SHORTS
 template <class Columns> constexpr bool IN_SHORTS = false;
 #else
 template <class Columns> constexpr bool IN_SHORTS = !std::is_same_v<Columns, Bytes>;
-// `sum_steps` for nibbles, in 16 bits as long as they fit; times a factor for each column.
-template <int R>
-inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
-                          const Ints (&factor)[VECTORS], Ints (&sum)[R][VECTORS]) {
+// `sum_steps` for unsigned values, in 16 bits as long as they fit; times a factor for each column. With 6 bits sums
+// `start` at what was added to the values, and may overflow until the last.
+template <class Columns, int R>
+inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, const uint32_t*& start,
+                          Prefetcher& next, const Ints (&factor)[VECTORS], Ints (&sum)[R][VECTORS]) {
   while (p < end) {
     Words shorts[R][VECTORS] = {};
+    if constexpr (std::is_same_v<Columns, Sixes>)
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++, start++)
+        for (int v = 0; v < VECTORS; v++) shorts[r][v] = broadcast(*start);
 #pragma GCC unroll 1  // unrolled it would need too many registers
-    for (const char* part = p + SHORT_SUMS * Nibbles::BYTES; p < part; p += Nibbles::BYTES, value += R) {
+    for (const char* part = p + Columns::SHORT_SUMS * Columns::BYTES; p < part; p += Columns::BYTES, value += R) {
       Words columns[VECTORS];
-      next.step<Nibbles::BYTES>();
-      Nibbles::unpack(p, 0, columns);
-      multiply(shorts, columns, [&](int r) { return value[r]; }, add_nibbles);
+      next.step<Columns::BYTES>();
+      Columns::unpack(p, 0, columns);
+      multiply(shorts, columns, [&](int r) { return value[r]; }, add_shorts);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -279,11 +311,11 @@ inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
 // Row n of a weight with `Records`, dequantized -> out [K], as kernels/stored.py: numbers.
 inline void stored_row(const Weight& w, int64_t n, float* out) {
   const auto [minima, unit] = std::pair(w.records.minima, w.records.unit);
-  const bool nibbles = w.format == Weight::W4A8, codes = w.records.kind == Records::CODES;
+  const bool bytes = w.format == Weight::W8A8, sixes = w.format == Weight::W6A8;
+  const bool codes = w.records.kind == Records::CODES;
   const int64_t word = Rounding::of(w).per_word, group = w.steps / w.groups * word, c = n % BLOCK, b = n / BLOCK;
-  const int64_t bytes = nibbles ? BLOCK / 2 : BLOCK, count = 1 + minima, floats = count * BLOCK * sizeof(float);
+  const int64_t count = 1 + minima, floats = count * BLOCK * sizeof(float), half = BLOCK / 2, quarter = BLOCK / 4;
   const int64_t of_unit = floats + (codes ? unit * count * BLOCK : 0);
-  const char* data = w.block(b) + c % bytes * word;
   const char* records = static_cast<const char*>(w.scales) + b * (w.groups / unit) * of_unit;
   for (int64_t g = 0; g < w.groups; g++) {
     const char* at = records + g / unit * of_unit;
@@ -293,8 +325,11 @@ inline void stored_row(const Weight& w, int64_t n, float* out) {
       if (codes) scale[i] *= float(int8_t(at[floats + (g % unit * count + i) * BLOCK + c]));
     }
     for (int64_t k = g * group; k < (g + 1) * group; k++) {
-      const uint8_t byte = data[k / word * bytes * word + k % word];
-      const int q = !nibbles ? int8_t(byte ^ WEIGHT_OFFSET) : (c < bytes ? byte & 15 : byte >> 4) - (minima ? 0 : 8);
+      const char* step = w.block(b) + k / word * (w.size / w.steps) + k % word;
+      const int low = uint8_t(step[c % half * word]) >> c / half * 4 & 15;
+      const int q = bytes   ? int8_t(step[c * word] ^ WEIGHT_OFFSET)
+                    : sixes ? (low | (step[(half + c % quarter) * word] >> c / quarter * 2 & 3) << 4) - 32
+                            : low - (minima ? 0 : 8);
       const float product = float(q) * scale[0];
       out[k] = minima ? product - scale[1] : product;
     }
@@ -310,6 +345,7 @@ template <class Columns, int R, class S>
   const char* p = w.block(b);
   const int64_t K = w.steps * how.per_word, parts = how.parts(K), steps = how.part / how.per_word;
   const uint32_t* value = x.words_of(tile, K, how);
+  [[maybe_unused]] const uint32_t* start = x.starts_of(tile, K);
   const float *scales = x.scales_of(tile, K, how), *total = x.totals_of(tile, K, how);
   S of_columns(w, b);
   for (int64_t g = 0, part = 0; part < parts; g++) {
@@ -325,15 +361,15 @@ template <class Columns, int R, class S>
 #ifdef BYTES_BY_TWOS
       if constexpr (R > 1) sum_by_twos<Columns, R>(p, to, value, next, of_part);
 #endif
-#ifdef SHORT_SUMS
-      if constexpr (IN_SHORTS<Columns>) sum_in_shorts<R>(p, to, value, next, of_columns.code, sum);
+#ifdef SUMS_IN_SHORTS
+      if constexpr (IN_SHORTS<Columns>) sum_in_shorts<Columns, R>(p, to, value, start, next, of_columns.code, sum);
 #endif
       if constexpr (!IN_SHORTS<Columns>) sum_steps<Columns, R>(p, to, value, next, of_part);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) {
           if constexpr (S::CODED) of_part[r][v] *= of_columns.code[v];
-          if constexpr (!IN_SHORTS<Columns> || Columns::ADDED) sum[r][v] += of_part[r][v];
+          if constexpr (!IN_SHORTS<Columns> || std::is_same_v<Columns, Nibbles>) sum[r][v] += of_part[r][v];
           if constexpr (S::MINIMA) less[r][v] = fma(broadcast(total[r]), of_columns.minimum_code[v], less[r][v]);
         }
     }

@@ -14,6 +14,7 @@ typedef __m256i Half;
 typedef __m128i Quarter;
 inline Half load_half(const void* from) { return _mm256_loadu_si256((const Half*)from); }
 inline Quarter load_quarter(const void* from) { return _mm_loadu_si128((const Quarter*)from); }
+inline Words load_quarters(const void* from) { return (Words)_mm512_broadcast_i64x4(load_half(from)); }
 constexpr int ROWS = 12;  // rows per load of the weights; their 24 sums stay in registers
 
 inline Floats floats_of_e2m1(Words codes) {
@@ -30,6 +31,7 @@ typedef __m256 FloatRegister;
 typedef __m128i Half;
 inline Half load_half(const void* from) { return _mm_loadu_si128((const Half*)from); }
 inline Half load_quarter(const void* from) { return _mm_loadl_epi64((const Half*)from); }
+inline Words load_quarters(const void* from) { return (Words)_mm256_broadcastsi128_si256(load_half(from)); }
 constexpr int ROWS = 6;  // rows per load of the weights; their 12 sums stay in registers
 
 inline Floats floats_of_e2m1(Words codes) {  // the sign is bit 3
@@ -110,10 +112,10 @@ inline Words load_weight_bytes(const void* from) { return (Words)OP(cvtepi8_epi1
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   return sum + (Ints)OP(madd_epi16)((Register)weights, (Register)values);
 }
-// Products of nibbles and bytes are added in pairs in 16 bits, SHORT_SUMS times without overflow: 8 * 2 * 15 * 128.
-#define SHORT_SUMS 8
-inline Words add_nibbles(Words shorts, Words nibbles, Words values) {
-  const Register products = OP(maddubs_epi16)((Register)nibbles, (Register)values);
+// Products of unsigned and signed bytes are added in pairs in 16 bits.
+#define SUMS_IN_SHORTS
+inline Words add_shorts(Words shorts, Words weights, Words values) {
+  const Register products = OP(maddubs_epi16)((Register)weights, (Register)values);
   // With an operator, GCC would compute all products first and spill them.
   asm("vpaddw %1, %0, %0" : "+v"(shorts) : "v"(products));
   return shorts;

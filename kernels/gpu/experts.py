@@ -98,7 +98,7 @@ def grouped_kernel(
         else:
             sums = sum_quantized(
                 rows, valid, weight, scale + expert * N * (K // GROUP if GROUP else 1), part, 0,
-                tl.cdiv(K, BLOCK_K), N, K, BITS, GROUP, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
+                tl.cdiv(K, BLOCK_K), N, K, BITS, BITS == 4, GROUP, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
             )
         column = part * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:

@@ -29,8 +29,8 @@ from torch import Tensor
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
-from kernels.quantized import Quantized, QuantizedLinear
-from kernels.stored import of_groups, pack_pairs, unpack_pairs
+from kernels.quantized import MXFP4, Quantized, QuantizedLinear
+from kernels.stored import of_groups, pack_pairs, pack_values, unpack_pairs, values
 
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
 # The index of the tile in `tile_configs`; None: the fastest, or the first one with several ranks.
@@ -77,24 +77,29 @@ BYTES_TO_FP16, NIBBLES_TO_FP16 = _assembly(
     "f16x2", "0x3C003C00", "0xBC00BC00", "0x64006400", "0xE408E408")
 
 
-def _e2m1_assembly(kind: str, shift: int, scale: str) -> tl.constexpr:
-    """Return the assembly from four e2m1 numbers, in the order of NIBBLES.
+def _floats_assembly(kind: str, bits: int, shift: int, scale: str) -> tl.constexpr:
+    """Return the assembly from e2m1 or e4m3 numbers, in the order of NIBBLES or BYTES.
 
-    The three bits after the sign, `shift` bits up, become the lowest of the exponent and the highest of the
+    The bits after the sign, `shift` bits up, become the lowest of the exponent and the highest of the
     mantissa of a 16-bit float. That float times `scale`, a power of two, is the value, also if subnormal.
     """
-    mask = f"0x{7 << shift:04X}{7 << shift:04X}"
+    count, mask = 16 // bits, f"{(1 << bits - 1) - 1 << shift:04X}"
     lines = [f".reg .b32 word, sign, scale, zero; mov.b32 zero, 0x80008000; mov.b32 scale, 0x{scale}{scale}"]
-    for i in range(4):
+    for i in range(count):
+        up = shift - bits * i
         lines += [
-            f"shl.b32 word, $4, {shift - 4 * i}" if shift >= 4 * i else f"shr.u32 word, $4, {4 * i - shift}",
-            f"shl.b32 sign, $4, {12 - 4 * i}", "lop3.b32 sign, sign, 0x80008000, 0, 0xEA",
-            f"lop3.b32 word, word, {mask}, sign, 0xEA", f"fma.rn.{kind} ${i}, word, scale, zero",
+            f"shl.b32 word, ${count}, {up}" if up >= 0 else f"shr.u32 word, ${count}, {-up}",
+            f"shl.b32 sign, ${count}, {16 - bits - bits * i}",
+            "lop3.b32 sign, sign, 0x80008000, 0, 0xEA",
+            f"lop3.b32 word, word, 0x{mask}{mask}, sign, 0xEA", f"fma.rn.{kind} ${i}, word, scale, zero",
         ]
     return tl.constexpr("".join(["{", *(f"\n    {line};" for line in lines), "\n}"]))
 
 
-E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1_assembly("bf16x2", 6, "7E80"), _e2m1_assembly("f16x2", 9, "7400")
+E2M1_TO_BF16 = _floats_assembly("bf16x2", 4, 6, "7E80")
+E2M1_TO_FP16 = _floats_assembly("f16x2", 4, 9, "7400")
+E4M3_TO_BF16 = _floats_assembly("bf16x2", 8, 4, "7B80")
+E4M3_TO_FP16 = _floats_assembly("f16x2", 8, 7, "5C00")
 
 
 # A layout block of 64 x 64 values is 4 warps of 2 x 8 rows, and its inputs are 4 times 2 x 4 pairs: the order
@@ -136,39 +141,44 @@ def from_register_order(words: Tensor, N: int, K: int, has_nibbles: bool) -> Ten
 
 
 @triton.jit
-def nibble_to_float32(words, shift: tl.constexpr, E2M1: tl.constexpr):
-    """Convert the four bits at `shift` of each word, see `to_floats`."""
-    code = words >> shift & 15
-    if E2M1:
-        bits = ((code & 8).to(tl.uint32) << 28) | ((code & 7).to(tl.uint32) << 22)
-        return bits.to(tl.float32, bitcast=True) * 2.0**126
-    return code.to(tl.float32) - 8
+def code_to_float32(words, shift: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
+    """Convert the BITS at `shift` of each word, see `to_floats`."""
+    code = words >> shift & (1 << BITS) - 1
+    if FLOATS:
+        sign = (code >> BITS - 1).to(tl.uint32) << 31
+        bits = sign | ((code & (1 << BITS - 1) - 1).to(tl.uint32) << (22 if BITS == 4 else 20))
+        return bits.to(tl.float32, bitcast=True) * (2.0**126 if BITS == 4 else 2.0**120)
+    return code.to(tl.int8).to(tl.float32) if BITS == 8 else code.to(tl.float32) - 8
 
 
 @triton.jit
 def to_floats(
     words, dtype: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    E2M1: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """Convert the stored words of a tile to its unscaled values [BLOCK_N, BLOCK_K], exactly.
 
-    words: [blocks of inputs, the 2 runs of each in int8, blocks of rows, RUN], flat. E2M1: of 4 bits.
+    words: [blocks of inputs, the 2 runs of each in 8 bits, blocks of rows, RUN], flat. FLOATS: values are
+    e2m1 or e4m3, not integers.
     """
     N_BLOCKS: tl.constexpr = BLOCK_N // LAYOUT_BLOCK
     K_BLOCKS: tl.constexpr = BLOCK_K // LAYOUT_BLOCK
     if BITS == 8:
         if dtype == tl.float32:
-            a, b = words.to(tl.int8).to(dtype), (words >> 8).to(dtype)
+            a, b = code_to_float32(words, 0, BITS, FLOATS), code_to_float32(words, 8, BITS, FLOATS)
         else:
-            text: tl.constexpr = BYTES_TO_BF16 if dtype == tl.bfloat16 else BYTES_TO_FP16
+            if FLOATS:
+                text: tl.constexpr = E4M3_TO_BF16 if dtype == tl.bfloat16 else E4M3_TO_FP16
+            else:
+                text: tl.constexpr = BYTES_TO_BF16 if dtype == tl.bfloat16 else BYTES_TO_FP16
             a, b = tl.inline_asm_elementwise(text, "=&r,=&r,r", [words], (dtype.value, dtype.value), True, 2)
         y = tl.join(a, b).reshape(K_BLOCKS, 2, N_BLOCKS, 4, 8, 4, 4, 2, 2).permute(2, 3, 1, 4, 0, 6, 8, 5, 7)
     else:
         if dtype == tl.float32:
-            a, b = nibble_to_float32(words, 0, E2M1), nibble_to_float32(words, 4, E2M1)
-            c, d = nibble_to_float32(words, 8, E2M1), nibble_to_float32(words, 12, E2M1)
+            a, b = code_to_float32(words, 0, BITS, FLOATS), code_to_float32(words, 4, BITS, FLOATS)
+            c, d = code_to_float32(words, 8, BITS, FLOATS), code_to_float32(words, 12, BITS, FLOATS)
         else:
-            if E2M1:
+            if FLOATS:
                 text: tl.constexpr = E2M1_TO_BF16 if dtype == tl.bfloat16 else E2M1_TO_FP16
             else:
                 text: tl.constexpr = NIBBLES_TO_BF16 if dtype == tl.bfloat16 else NIBBLES_TO_FP16
@@ -181,9 +191,24 @@ def to_floats(
 
 
 @triton.jit
+def inputs_of_group(w, j: tl.constexpr, SCALED_K: tl.constexpr):
+    """Return the inputs SCALED_K j ... of a tile w [N, 1, 2 or 4 SCALED_K] -> [N, SCALED_K]."""
+    N: tl.constexpr = w.shape[0]
+    PARTS: tl.constexpr = w.shape[1] // SCALED_K
+    if PARTS > 2:
+        even, odd = tl.split(w.reshape(N, 2, 2, SCALED_K).permute(0, 2, 3, 1))
+        w = (even if j < 2 else odd).reshape(N, 2 * SCALED_K)
+    if PARTS > 1:
+        first, second = tl.split(w.reshape(N, 2, SCALED_K).permute(0, 2, 1))
+        w = first if j % 2 == 0 else second
+    return w
+
+
+@triton.jit
 def sum_quantized(
-    rows, valid, weight, scale, tile, start, stop, N, K, BITS: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, valid, weight, scale, tile, start, stop, N, K, BITS: tl.constexpr, FLOATS: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Return the sums [BLOCK_N, BLOCK_M] of steps start ... stop - 1 of a tile of outputs, in float32.
 
@@ -192,7 +217,7 @@ def sum_quantized(
     SCALED_K: tl.constexpr = min(GROUP, BLOCK_K) if GROUP else BLOCK_K  # inputs that share a scale
     LOADED_K: tl.constexpr = max(SCALED_K, LAYOUT_BLOCK)  # inputs of one load
     WORDS: tl.constexpr = LAYOUT_BLOCK * LAYOUT_BLOCK * BITS // 16  # of a layout block
-    E2M1: tl.constexpr = scale.dtype.element_ty == tl.uint8
+    POWERS: tl.constexpr = scale.dtype.element_ty == tl.uint8  # scales are exponents of powers of two
     N_BLOCKS: tl.constexpr = BLOCK_N // LAYOUT_BLOCK
     dtype: tl.constexpr = tl.float32 if TO_FLOAT32 else rows.dtype.element_ty
     input_, column = tl.arange(0, SCALED_K), tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -207,19 +232,16 @@ def sum_quantized(
     for step in range(start, stop):
         for i in tl.static_range(BLOCK_K // LOADED_K):
             w = tl.load(tile_words + (step * BLOCK_K + i * LOADED_K) // LAYOUT_BLOCK * WORDS)
-            w = to_floats(w, dtype, BITS, BLOCK_N, LOADED_K, E2M1)
+            w = to_floats(w, dtype, BITS, BLOCK_N, LOADED_K, FLOATS)
             for j in tl.static_range(LOADED_K // SCALED_K):
                 k = step * BLOCK_K + i * LOADED_K + j * SCALED_K
                 inside = (EVEN_K | (k + input_ < K))[None]
                 a = tl.load(rows[:, None] + input_[None] + k, mask=valid[:, None] & inside, other=0.0)
-                part = w
-                if SCALED_K < LOADED_K:
-                    first, second = tl.split(w.reshape(BLOCK_N, 2, SCALED_K).permute(0, 2, 1))
-                    part = first if j == 0 else second
+                part = inputs_of_group(w, j, SCALED_K)
                 # Use each product before the next one starts: Triton overwrites the inputs of products in
                 # flight (triton-lang/triton#9433).
                 product = tl.dot(part, tl.trans(a.to(w.dtype)), input_precision=PRECISION)
-                if E2M1:  # scales are exponents of powers of two; the smallest is subnormal
+                if POWERS:  # the smallest is subnormal
                     bits = tl.where(unit == 0, 1 << 22, unit.to(tl.int32) << 23)
                     sums += product * bits.to(tl.float32, bitcast=True)[:, None]
                 else:
@@ -257,15 +279,15 @@ def sum_partials(partial_sums, arrived, worker, first_worker, others, is_later, 
 @triton.jit
 def product_kernel(
     x, weight, scale, bias, residual, out, partial_sums, arrived, M, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RESIDENT: tl.constexpr,
-    PDL: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RESIDENT: tl.constexpr, PDL: tl.constexpr,
 ):
     """Compute out [M, N] = x [M, K] @ (weight [N, K] * scale)^T + bias [N] + residual [M, N], if any.
 
-    weight: BITS 4 or 8 in register order. scale: [K/GROUP, N], or [N] if GROUP is 0. EVEN_K: BLOCK_K divides
-    K. RESIDENT: programs of a multiprocessor, used by the grid only. partial_sums: scratch for two tiles per
-    program. arrived: zeros, and zeros again afterwards. Sums are float32.
+    weight: BITS 4 or 8 in register order, FLOATS: e4m3. scale: [K/GROUP, N], or [N] if GROUP is 0. EVEN_K:
+    BLOCK_K divides K. RESIDENT: programs of a multiprocessor, used by the grid only. partial_sums: scratch
+    for two tiles per program. arrived: zeros, and zeros again afterwards. Sums are float32.
     """
     wait_for_previous(PDL)
     worker, workers = tl.program_id(1), tl.num_programs(1)
@@ -280,8 +302,8 @@ def product_kernel(
     for tile in range(first // steps, tl.cdiv(end, steps)):
         start, stop = tl.maximum(first - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         sums = sum_quantized(
-            x + row.to(tl.int64) * K, valid, weight, scale, tile, start, stop, N, K, BITS, GROUP, EVEN_K,
-            PRECISION, BLOCK_N, BLOCK_K,
+            x + row.to(tl.int64) * K, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP,
+            EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
         )
         is_last = stop - start == steps
         if stop - start < steps:
@@ -304,9 +326,12 @@ def product_kernel(
             tl.store(out + block + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-def block_m(tokens: int, dtype: torch.dtype, bits: int) -> int:
-    """Return BLOCK_M for a number of tokens. bits: of a weight's value."""
-    largest = 16 if dtype == torch.float32 else 128 if bits == 8 else 64  # q4 has two tiles of sums
+def block_m(tokens: int, dtype: torch.dtype, bits: int, group: int) -> int:
+    """Return BLOCK_M for a number of tokens. bits, group: see `product_kernel`.
+
+    Groups take two tiles of sums. In 8 bits and small groups, tiles of 64 tokens miss tensor cores on a B200.
+    """
+    largest = 16 if dtype == torch.float32 else 128 if not group else 64 if bits == 4 or group >= 64 else 32
     return min(max(16, triton.next_power_of_2(tokens)), largest)
 
 
@@ -341,7 +366,7 @@ def _tuned_kernel(tokens: int, bits: int, shared: int):
             return [math.inf] * len(quantiles)
 
     configs = tile_configs(tokens, torch.bfloat16, bits, shared)
-    key = ["N", "K", "BLOCK_M", "BITS", "GROUP"]
+    key = ["N", "K", "BLOCK_M", "BITS", "FLOATS", "GROUP"]
     return triton.autotune(configs, key, do_bench=milliseconds, cache_results=True)(product_kernel)
 
 
@@ -362,7 +387,7 @@ def program_count(tiles: int, steps: int, processors: float, resident: int) -> i
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())
 def linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, outputs: int,
-    group: int, float32: bool,
+    bits: int, floats: bool, group: int, float32: bool,
 ) -> Tensor:
     """Multiply x [..., K] by a weight as `product_kernel` takes it, + bias -> [..., N], N = outputs.
 
@@ -370,8 +395,8 @@ def linear(
     """
     N, K, rows = outputs, x.shape[-1], x.reshape(-1, x.shape[-1])
     out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if float32 else x.dtype)
-    bits, (_, shared, processors) = 4 if group else 8, gpu_of(x.device)
-    tokens = block_m(len(rows), x.dtype, bits)
+    _, shared, processors = gpu_of(x.device)
+    tokens = block_m(len(rows), x.dtype, bits, group)
     configs, blocks = tile_configs(tokens, x.dtype, bits, shared), triton.cdiv(len(rows), tokens)
     # Scratch memory and counters for whichever tile is chosen.
     programs = processors * max(c.kwargs["RESIDENT"] for c in configs)
@@ -383,7 +408,8 @@ def linear(
         return blocks, program_count(tiles, steps, processors / blocks, tile["RESIDENT"])
 
     constants = {
-        "BITS": bits, "GROUP": group, "EVEN_K": all(K % c.kwargs["BLOCK_K"] == 0 for c in configs),
+        "BITS": bits, "FLOATS": floats, "GROUP": group,
+        "EVEN_K": all(K % c.kwargs["BLOCK_K"] == 0 for c in configs),
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32", "BLOCK_M": tokens,
     }
     kernel = product_kernel
@@ -400,16 +426,19 @@ def linear(
 
 
 @linear.register_fake
-def _(x, weight, scale, bias, residual, outputs, group, float32):
+def _(x, weight, scale, bias, residual, outputs, bits, floats, group, float32):
     return x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if float32 else x.dtype)
 
 
 @with_fallback("linear", QuantizedLinear.product)
 def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, float32: bool) -> Tensor:
     """`QuantizedLinear.product` in one kernel."""
-    x, of_layer = layer.round_inputs(x), (layer.outputs, layer.group)
+    x, bits = layer.round_inputs(x), 4 if has_nibbles(layer) else 8
+    of_layer = layer.outputs, bits, layer.mode == "f8", layer.group
     if not layer.kind:
         return linear(x, layer.weight, layer.scale, layer.bias, residual, *of_layer, float32)
+    if layer.kind.ordered:
+        x = x[..., layer.order]
     y = linear(x, layer.weight, layer.group_scales, layer.bias, None, *of_layer, True)
     if layer.kind.minima:  # they multiply the sums of groups of inputs
         y = y + F.linear(x.float().unflatten(-1, (-1, layer.group)).sum(-1), layer.shifts)
@@ -417,15 +446,23 @@ def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, fl
     return y if residual is None else residual + y
 
 
+def has_nibbles(module: Quantized) -> bool:
+    """Return whether a weight has 4 bits; others are multiplied in 8."""
+    return module.mode in ("q4", MXFP4)
+
+
 def restore(module: Quantized, words: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and scales of a module, or of some of its experts, as `reorder` found them."""
-    weight = from_register_order(words, module.outputs, module.inputs, module.group > 0)
+    weight = from_register_order(words, module.outputs, module.inputs, has_nibbles(module))
+    if module.kind and module.mode != "q4":
+        weight = pack_values(module.kind, weight)
     return weight, scale if module.kind else scale.transpose(-1, -2)
 
 
 def reorder(module: Quantized) -> None:
     """Reorder the weight [..., N, K] and the scales of a module, in place."""
-    words = [to_register_order(weight) for weight in module.weight.view(-1, *module.weight.shape[-2:])]
+    weight = module.weight if not module.kind or module.mode == "q4" else values(module.kind, module.weight)
+    words = [to_register_order(one) for one in weight.view(-1, *weight.shape[-2:])]
     module.weight.data = torch.stack(words) if module.weight.dim() == 3 else words[0]
     module.restore = restore
     if not module.kind:
@@ -433,15 +470,13 @@ def reorder(module: Quantized) -> None:
         return
     scales, *minima = of_groups(module.kind, *module.scales).unbind(-2)
     module.register_buffer("group_scales", scales.t().contiguous(), persistent=False)
-    if minima:  # the kernel takes 8 from each value
-        module.register_buffer("shifts", 8 * scales - minima[0], persistent=False)
+    if minima:  # the kernel takes 8 from each value of 4 bits
+        shifts = has_nibbles(module) * 8 * scales - minima[0]
+        module.register_buffer("shifts", shifts, persistent=False)
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a quantized layer compute in one kernel, unless it is fp8, or in 8 bits as its source stores it."""
-    kind = getattr(module, "kind", None)
-    other = isinstance(module, QuantizedLinear) and (
-        module.mode == "fp8" or (kind and (kind.mode == "q8" or kind.ordered)))
-    if isinstance(module, QuantizedLinear) and module.fused is None and not other:
+    """Let a quantized layer compute in one kernel, unless it is fp8."""
+    if isinstance(module, QuantizedLinear) and module.fused is None and module.mode != "fp8":
         module.fused = fused_product
         reorder(module)

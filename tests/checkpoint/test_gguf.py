@@ -102,8 +102,8 @@ def test_types_side_by_side(tmp_path):
     assert torch.equal(state["embed.weight"], expected["token_embd.weight"])
     stored, config = load_model(convert(file, tmp_path / "stored", quiet=True))
     assert config["quantization"]["kinds"] == {
-        "layers.0.wqkv": "q8-32-0-min", "layers.0.wo": "q4-32-256-min", "layers.0.mlp.w_gate_up": "q8-32-0",
-        "layers.0.mlp.w_down": "q8-16-256", "embed": "q8-32-0"}
+        "layers.0.wqkv": "q8-32-0-min", "layers.0.wo": "q4-32-256-min", "layers.0.mlp.w_gate_up": "q6-32-0",
+        "layers.0.mlp.w_down": "q6-16-256", "embed": "q8-32-0"}
     exact = load_model(tmp_path / "out")[0]
     for name in config["quantization"]["kinds"]:
         weight = stored.get_submodule(name).dequantize(torch.bfloat16)

@@ -1,18 +1,22 @@
 """quantize.py: what is written, what it is worth, and that speculation on it is plain decoding on it."""
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import edit
 from helpers.families import WIDE, converted
+from helpers.kernels import draws, same
 from helpers.sources import CONFIG, target_state, write_source
 from safetensors.torch import load_file, save_file
 
 import quantize
 from checkpoint import writer
 from checkpoint.convert import convert
+from checkpoint.hybrid import rearranged
 from checkpoint.load import load_head, load_model
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
+from checkpoint.source import Entry, Grouped
 from common.errors import InputError
 from engine.draft import HeadDrafter
 from engine.engine import Engine
@@ -20,7 +24,7 @@ from engine.sampling import Sampling
 from families.mixed import causal
 from kernels.choose import choose_backend
 from kernels.quantized import LM_HEAD_MODES, Scheme, e2m1, quantize_linears
-from kernels.stored import pack_pairs
+from kernels.stored import Kind, numbers, pack_pairs, pack_values, regroup
 from tree import TreeShape
 
 PROMPT = [256, *b"Once upon a time there was"]
@@ -273,13 +277,15 @@ FORMATS = {
     "compressed-tensors, FP8": (CT | {"format": "float-quantized"}, lambda s, g: fp8(s, g, (1,))),
     "MXFP4": (CT | {"format": "mxfp4-pack-quantized"}, lambda s, g: float4(s, g, False)),
     "NVFP4": (CT | {"format": "nvfp4-pack-quantized"}, lambda s, g: float4(s, g, True)),
+    "fp8 in blocks of 32": (
+        {"quant_method": "fp8", "weight_block_size": [24, 32]},
+        lambda s, g: fp8(s, g, (-(-s[0] // 24), s[1] // 32), "weight_scale_inv", (24, 32))),
     "fp8 in blocks": (
         {"quant_method": "fp8", "weight_block_size": [24, 20]},
         lambda s, g: fp8(s, g, (-(-s[0] // 24), -(-s[1] // 20)), "weight_scale_inv", (24, 20))),
 }
 
-# They are not held at their own precision, but rounded to int8.
-ROUNDED = {"fp8 in blocks", "compressed-tensors, FP8", "compressed-tensors, FP8 of rows"}
+ROUNDED = {"fp8 in blocks"}  # to int8: no kind has its groups
 
 
 def published(folder, name: str, **more):
@@ -308,6 +314,29 @@ def test_published_formats(tmp_path, name):
             stored = model.get_submodule(f"layers.{i}.{ours}").dequantize(torch.float32)
             step = exact.abs().max() * (1 / 254 + 1 / 256) if name in ROUNDED else 0
             assert (stored - exact).abs().max() <= step, ours
+
+
+@pytest.mark.parametrize("tiled", (False, True))
+def test_matrices_of_a_quantized_source_stay_as_stored(tiled):
+    """Rows and inputs are reordered, not rounded again."""
+    kind, draw = Kind("q8", 16), draws(1)
+    fields = {"head_dim": 8, "num_heads": 4, "num_kv_heads": 2, "rotary_dim": 4, "delta_heads": 4,
+              "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 16}
+    rows = {"self_attn.q_proj": 64, "self_attn.k_proj": 16, "linear_attn.out_proj": 64}
+    rows |= ({"linear_attn.in_proj_qkv": 96, "linear_attn.in_proj_z": 64, "linear_attn.in_proj_a": 4} if tiled
+             else {"linear_attn.in_proj_qkvz": 160, "linear_attn.in_proj_ba": 8})
+
+    def entry(count: int) -> Entry:
+        q, scale = draw(count, 64).mul(40).to(torch.int8), draw(count, 4)
+        grouped = Grouped(kind, lambda to: (pack_values(to, q), *regroup(kind, to, scale, None)))
+        return Entry((count, 64), torch.bfloat16, lambda: numbers(kind, q, scale, None), "Q8", grouped)
+
+    found = rearranged(Path("file"), fields, {f"{name}.weight": entry(n) for name, n in rows.items()}, tiled)
+    assert len(found) > len(rows)
+    for name, one in found.items():
+        stored, order = numbers(kind, *one.grouped.read(one.grouped.kind)), one.grouped.order
+        assert one.grouped.kind.ordered == (order is not None) == (tiled and "out_proj" in name)
+        same(stored if order is None else stored[:, order.argsort()], one.read())
 
 
 def part(name: str, change):
@@ -341,6 +370,7 @@ def drop(name: str):
     ("MXFP4", part("weight_packed", lambda x: x[:, :-1]), "weight_scale is torch.uint8"),
     ("fp8 in blocks", part("weight_scale_inv", lambda x: torch.cat((x, x))), "weight_scale_inv is"),
     ("fp8 in blocks", part("weight_scale_inv", lambda x: x / 0), "not finite"),
+    ("fp8 in blocks", part("weight", lambda x: (x.float() * torch.nan).to(x.dtype)), "not finite"),
 ])
 def test_what_does_not_fit_or_is_not_supported(tmp_path, name, change, words):
     """Options of the config, and parts of a layer."""

@@ -39,7 +39,7 @@ def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype
         layer = Linear(inputs, outputs).requires_grad_(False)
         layer.weight.data, layer.bias.data = weight, bias
         return layer.to(dtype)
-    if mode.startswith("q"):
+    if "-" in mode:
         return stored_layer(Kind.parse(mode), weight, bias)
     if mode != MXFP4:
         return QuantizedLinear.from_weight(weight, bias, mode)
@@ -54,6 +54,8 @@ def stored_layer(kind: Kind, weight, bias):
     """A layer as files store it, of random bits."""
     layer = QuantizedLinear(weight.shape[1], len(weight), True, kind)
     bits = weight.mul(1e4).to(torch.int32).to(torch.uint8)
+    if kind.mode == "f8":
+        bits[bits & 127 == 127] = 0  # not a number
     layer.weight.data = bits[:, : layer.weight.shape[1]].contiguous().view(layer.weight.dtype)
     largest = (8 if kind.mode == "q4" else 128) * (64 if kind.unit else 1)
     layer.scale.data = weight[:, : layer.scale.shape[1]].div(largest).contiguous()

@@ -159,7 +159,8 @@ def test_the_others(capability, name, one):
 REGISTERS = 65536  # of a multiprocessor
 WEIGHTS = {  # bits, group, dtype of scales
     "16 bits": (16, 0, BF16), "int8": (8, 0, F32), "q4/32": (4, 32, F32), "q4/64": (4, 64, F32),
-    "q4/128": (4, 128, F32), "mxfp4": (4, 32, torch.uint8),
+    "q4/128": (4, 128, F32), "mxfp4": (4, 32, torch.uint8), "q8/16": (8, 16, F32), "q8/32": (8, 32, F32),
+    "f8/128": (8, 128, F32),
 }
 
 
@@ -170,9 +171,13 @@ def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spille
         **dict.fromkeys(("x", "bias", "residual", "out"), dtype), "scale": scale,
         **dict.fromkeys(("N", "K", "STRIDE"), "i32"),
         "weight": dtype if bits == 16 else torch.int16, "BITS": bits, "GROUP": group, "EVEN_K": even,
+        "FLOATS": kind == "f8/128",
         "PRECISION": "ieee" if dtype == F32 else "tf32", "BLOCK_M": rows, **tile.kwargs,
     }
-    given |= {} if kernel is experts.grouped_kernel else {"bias": None}
+    if kernel is experts.grouped_kernel:
+        given.pop("FLOATS")
+    else:
+        given["bias"] = None
     made = compiled(capability, kernel, given, spilled, warps=tile.num_warps, stages=tile.num_stages)
     assert made.on_tensor_cores == (dtype != F32)
     return made
@@ -184,16 +189,16 @@ def choices():
     On an H200 all that are tried, of q4 in groups of 64; elsewhere, and in other groups, the first.
     """
     for capability in (80, 86, 89, 90, 100, 120):
-        for kind in ("int8", "q4/32", "q4/64", "q4/128"):
-            bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "q4/64")
-            for rows in sorted({products.block_m(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
+        for kind in ("int8", "q4/32", "q4/64", "q4/128", "q8/16", "q8/32", "f8/128"):
+            (bits, group, _), whole = WEIGHTS[kind], capability == 90 and kind in ("int8", "q4/64")
+            for rows in sorted({products.block_m(rows, BF16, bits, group) for rows in (1, 17, 60, 130)}):
                 tried = products.tile_configs(rows, BF16, bits, SHARED[capability])
                 for choice in range(len(tried) if whole else 1):
                     case = capability, kind, rows, choice
                     yield case if case in QUICK else expensive(case)[0]
 
 
-QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "q4/64", 16, 0)
+QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "q4/64", 16, 0), (90, "q8/16", 16, 0)
 
 
 @pytest.mark.parametrize("capability, kind, rows, choice", choices())
@@ -223,8 +228,8 @@ def test_every_tile_fits(shared, bits, rows):
 @pytest.mark.parametrize("kind", ("int8", "q4/64"))
 def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     """What is tried first; inputs that no tile divides."""
-    bits = WEIGHTS[kind][0]
-    rows = products.block_m(60, dtype, bits)
+    bits, group, _ = WEIGHTS[kind]
+    rows = products.block_m(60, dtype, bits, group)
     tile = products.tile_configs(rows, dtype, bits, SHARED[capability])[0]
     multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
 

@@ -25,9 +25,9 @@ NATIVE = os.environ.get("CXX") or "g++"
 # With the compiler in use, test_products.py and test_attention.py run this processor's sets.
 CASES = [("clang++", name) for name in isa.available()]
 CASES += [(CROSS, name) for name in isa.SETS if name.startswith("neon")]
-FORMATS = None, "int8", "mxfp4", "w8a8", "w4a8"  # as csrc/kernels.h: Weight::Format
+FORMATS = None, "int8", "mxfp4", "w8a8", "w4a8", "w6a8"  # as csrc/kernels.h: Weight::Format
 # Kinds of `kernels.stored` and their formats.
-STORED = {"q4-32-row-min": "w4a8", "q4-32-0": "w4a8", "q8-16-256": "w8a8", "q8-32-0-min": "w8a8"}
+STORED = {"q4-32-row-min": "w4a8", "q4-32-0": "w4a8", "q6-16-256": "w6a8", "q8-32-0-min": "w8a8"}
 
 
 class Driver:
@@ -59,7 +59,7 @@ class Driver:
 
 def check_products(driver: Driver, rows: int) -> None:
     for dtype in DTYPES:
-        for mode in (*FORMATS[:-1], *STORED):
+        for mode in (*FORMATS[:4], *STORED):
             least = 256 if "256" in str(mode) else 96
             odd = 100 if mode in (None, "w8a8") else 2 * least
             for activation, inputs in ((None, least), ("silu", least), (None, odd)):

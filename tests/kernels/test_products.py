@@ -12,11 +12,13 @@ from helpers.kernels import DTYPES, close, draws, product, random_layer, same
 
 from kernels.cpu import CpuBackend
 from kernels.packed import GATES, PackedLinear
+from kernels.quantized import QuantizedLinear
+from kernels.stored import values
 
 pytestmark = pytest.mark.kernels
 STORED = (
     ("q4-32-0", 96), ("q4-64-0", 192), ("q4-128-0-min", 128), ("q4-32-256-min", 512), ("q8-16-0-min", 96),
-    ("q8-32-0", 96), ("q8-16-256", 256), ("q8-16-256-min", 512),
+    ("q8-32-0", 96), ("q8-16-256-min", 512), ("q6-16-256", 256), ("q6-16-0-min", 96), ("q6-32-256-min", 512),
 )
 
 
@@ -56,6 +58,18 @@ def test_products(each_isa, dtype, activation, mode, inputs, rows, columns):
         assert packed.logits(x).dtype == torch.float32
         close(packed.logits(x), expected, torch.float32)
         check_alone(packed.logits, x.flatten(0, 1))
+
+
+@pytest.mark.parametrize("rows", (1, 6, 40))
+@pytest.mark.parametrize("mode, inputs", [case for case in STORED if case[0].startswith("q6")])
+def test_six_bits_give_the_bits_of_eight(each_isa, mode, inputs, rows):
+    layer, x = random_layer(mode, inputs, 75, torch.float32), draws(rows)(rows, inputs)
+    found = PackedLinear(each_isa, layer, torch.float32)(x)
+    eight = QuantizedLinear(inputs, 75, False, layer.kind._replace(mode="q8"))
+    layer.weight.data = values(layer.kind, layer.weight)
+    eight.load_state_dict(layer.state_dict(), strict=False)
+    eight.bias = layer.bias
+    same(found, PackedLinear(each_isa, eight, torch.float32)(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,9 @@ WEIGHTS = "int8", "q4-32-0", "q4-64-0", "q4-128-0"
 CASES = [  # rows, mode, outputs and inputs, also those that no tile divides
     (60, "int8", 75, 384), (60, "q4-64-0", 75, 384), (3, "q4-32-0", 75, 384), (3, "q4-128-0", 75, 384),
     (5, "int8", 33, 95), (5, "int8", 1, 130), (5, "q4-32-0", 33, 96), (5, "q4-64-0", 7, 192),
-    (3, "w8a8", 40, 256), (3, "q4-32-row-min", 40, 256),
+    (3, "w8a8", 40, 256), (3, "q4-32-row-min", 40, 256), (3, "q6-16-256-min", 40, 256),
+    (5, "q6-16-0", 33, 96), (17, "q8-32-0-min", 33, 96), (3, "f8-128-0", 40, 256), (3, "q8-128-0", 40, 256),
+    (3, "q4-32-0-min-order", 40, 96),
     *expensive(*((rows, mode, 75, 384) for mode in WEIGHTS for rows in (1, 17, 60, 130))),
 ]
 
@@ -58,15 +60,19 @@ def test_products(device, monkeypatch, dtype, limit, rows, mode, N, K):
         assert torch.equal(alone, logits.to(dtype)) and torch.equal(both, onto + alone)
 
 
-@pytest.mark.parametrize("mode", ("int8", Kind("q4", 64)))
+@pytest.mark.parametrize("mode", ("int8", Kind("q4", 64), Kind("q6", 16), Kind("q8", 32), Kind("f8", 32)))
 def test_every_value(device, mode):
     """Each stored value becomes its number exactly: the inputs are a one and zeros."""
     K = 256
     layer = QuantizedLinear(K, 64, False, mode)
     layer.weight.data = torch.arange(layer.weight.numel()).reshape(layer.weight.shape).to(layer.weight.dtype)
     layer.scale.data.fill_(1)
-    values = layer.dequantize(torch.float32).T.to(device)
+    if layer.mode == "f8":
+        layer.weight.data[layer.weight & 127 == 127] = 0  # not a number
+    exact, values = layer.weight.data.clone(), layer.dequantize(torch.float32).T.to(device)
     products.fuse(layer.to(device))
+    assert torch.equal(layer.dequantize(torch.float32).T, values)
+    assert torch.equal(products.restore(layer, layer.weight, layer.scale)[0].cpu(), exact)
     for dtype, _ in DTYPES:
         some = torch.tensor([0, 1, 126, 127, 128, 200, 255])
         x = torch.eye(K)[some].to(device, dtype)
@@ -99,7 +105,7 @@ def test_one_node(device):
     layer, x, onto = case(device, torch.bfloat16, "int8", 4, 20, 64)
     for to in (onto, None):
         torch.library.opcheck(
-            products.linear, (x, layer.weight, layer.scale, layer.bias, to, 20, 0, False),
+            products.linear, (x, layer.weight, layer.scale, layer.bias, to, 20, 8, False, 0, False),
             test_utils=("test_schema", "test_faketensor"),
         )
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, onto), layer(x, onto))
