@@ -228,6 +228,12 @@ def read_state(state: Tensor, x: Tensor) -> Tensor:
     return ordered_sum((state[:, None] * x[..., None]).transpose(-1, -2))
 
 
+# See the regions of `model.py`.
+@torch.compiler.nested_compile_region
+def _gate_output(block: DeltaBlock, out: Tensor, projected: Tensor) -> Tensor:
+    return block.gate_output(out, projected.split(block.widths, dim=-1)[1])
+
+
 class Paths:
     """The paths of the tokens of a pass, shared by all layers.
 
@@ -239,7 +245,7 @@ class Paths:
     def __init__(self, shared: PassInputs, taps: int, start: Tensor):
         slots, positions = shared.slots, shared.positions
         T = slots.shape[1]
-        self.length, self.positions = slots[:, 0], positions
+        self.slots, self.length, self.positions = slots, slots[:, 0], positions
         if not start.is_cuda and bool(((start > boundary_of(self.length)) & (self.length > 0)).any()):
             raise RuntimeError("a pass starts before the state of its sequence: tokens must be read in order")
         if isinstance(shared.visible, Tensor):
@@ -311,19 +317,23 @@ class DeltaCache(nn.Module):
         """Outputs of `w_in` [B, T, ...] -> the input of `wo` [B, T, nv*dv]."""
         if MAX_PASS_TOKENS < projected.shape[1] < self.inputs.shape[1]:  # GPTQ has a ring of all tokens
             raise ValueError(f"a pass of {projected.shape[1]} tokens: at most {MAX_PASS_TOKENS} (delta nets)")
-        inputs, gate, step, decay = projected.split(block.widths, dim=-1)
         paths = shared.cached("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
-        self.scatter(self.inputs, shared.slots, inputs)
+        out = (self.kernel or DeltaCache.outputs)(self, block, projected, paths)
+        return _gate_output(block, out, projected)
+
+    def write(self, block: DeltaBlock, projected: Tensor, paths: Paths) -> None:
+        """Write the tokens of a pass to the ring buffers. projected [B, T, ...]: outputs of `w_in`."""
+        inputs, _, step, decay = projected.split(block.widths, dim=-1)
+        self.scatter(self.inputs, paths.slots, inputs)
         last = []
         for slots in paths.tap_slots.unbind(-1):
             last.append(torch.where(slots[..., None] < 0, 0, self.gather(self.inputs, slots)))
-        mixed, rates = block.convolve(last), block.rates(step, decay)
-        self.scatter(self.mixed, shared.slots, mixed)
-        self.scatter(self.rates, shared.slots, rates)
-        return block.gate_output((self.kernel or DeltaCache.outputs)(self, block, paths), gate)
+        self.scatter(self.mixed, paths.slots, block.convolve(last))
+        self.scatter(self.rates, paths.slots, block.rates(step, decay))
 
-    def outputs(self, block: DeltaBlock, paths: Paths) -> Tensor:
-        """Return the outputs [B, T, nv, dv] of tokens that are in the ring buffers; advance the states."""
+    def outputs(self, block: DeltaBlock, projected: Tensor, paths: Paths) -> Tensor:
+        """Write the tokens of a pass, advance the states, and return the outputs [B, T, nv, dv]."""
+        self.write(block, projected, paths)
         state, start = self._advance(block, self.state, self.start, paths.length)
         self.state.copy_(state)
         self.start.copy_(start)

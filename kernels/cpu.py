@@ -101,8 +101,9 @@ class CpuBackend(Backend):
             return TreeShape(4, 2, 2)
         return super().default_tree(device, quantized, batch)
 
-    def delta(self, cache, block, paths) -> Tensor:
+    def delta(self, cache, block, projected: Tensor, paths) -> Tensor:
         """See `families.hybrid.DeltaCache.outputs`."""
+        cache.write(block, projected, paths)
         where = paths.length, paths.positions, paths.local
         return self.ops.delta(cache.mixed, cache.rates, *where, cache.state, cache.start)
 

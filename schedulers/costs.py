@@ -110,12 +110,15 @@ class Costs:
 
     @classmethod
     def of_trees(cls, trials: Trials) -> Costs:
-        """Build costs of a few trees of fixed sizes from trials of a plain step and each tree."""
+        """Build costs of a few trees of fixed sizes from trials of a plain step and each tree.
+
+        Trees that were not timed, as smaller ones were too slow, cost more than they can gain.
+        """
         (_, plain), (smallest, base), *_ = timed = [(t.nodes, fastest(trials[t])) for t in sorted(trials)]
         node_seconds = [0.0] * max(smallest - 1, 1)
         for (nodes, seconds), (more, longer) in pairwise(timed[1:]):
             node_seconds += [max(longer - seconds, 0.0) / (more - nodes)] * (more - nodes)
-        return cls(plain, base, 0.0, node_seconds)
+        return cls(plain, base, 0.0, [*node_seconds, MAX_SLOWDOWN * plain])
 
     def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
         """Return costs between these and `other`, for another batch size. scale: of the nodes."""

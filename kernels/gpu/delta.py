@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from families.hybrid import BLOCK, MAX_LEVELS, DeltaBlock, DeltaCache, Paths, boundary_of
+from families.hybrid import BLOCK, MAX_LEVELS, DeltaBlock, DeltaCache, Paths
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import launch_options, wait_for_previous
 
 COLUMNS = 32  # of a state, for one program
+CHANNELS = 256  # of a convolution, for one program
 NODES = 4  # of a tree, for one program; a chain of CHAIN tokens or more, such as a prompt, has one
 CHAIN = 64
 
@@ -43,10 +44,9 @@ def read_token(
 
 
 @triton.jit
-def boundaries(length, start, b, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the length of a sequence, the boundary of its state, and that of tokens after `length`."""
-    length, start = tl.load(length + b).to(tl.int32), tl.load(start + b).to(tl.int32)
-    return length, tl.where(length > 0, start, 0), tl.maximum(length - LEVELS, 0) // BLOCK * BLOCK
+def boundary_after(length, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the boundary of tokens after `length`, see `families.hybrid.boundary_of`."""
+    return tl.maximum(length - LEVELS, 0) // BLOCK * BLOCK
 
 
 @triton.jit
@@ -67,7 +67,8 @@ def advance_kernel(
     wait_for_previous(PDL)
     b, h = tl.program_id(1) // NV, tl.program_id(1) % NV
     d, e = tl.arange(0, BLOCK_K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    _, first, boundary = boundaries(length, start, b, BLOCK, LEVELS)
+    length, first = tl.load(length + b).to(tl.int32), tl.load(start + b).to(tl.int32)
+    boundary = boundary_after(length, BLOCK, LEVELS)
     if first < boundary:
         at, mask, x = load_state(state, b, h, first, d, e, NV, DK, DV)
         for slot in range(first, boundary):
@@ -83,13 +84,16 @@ def delta_kernel(
 ):
     """Compute the outputs [B, T, NV, DV] of NODES of T tokens in slots length [B] ...
 
-    state: at the boundary of `length`, see `advance_kernel`. local [B, T, T]: the path of each token.
+    state: at the boundary of `length`, see `advance_kernel`; the boundary goes to `start`. local [B, T, T]:
+    the path of each token.
     """
     wait_for_previous(PDL)
     b, h = tl.program_id(1) // NV, tl.program_id(1) % NV
     d, e = tl.arange(0, BLOCK_K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    length, first, boundary = boundaries(length, start, b, BLOCK, LEVELS)
-    first = tl.maximum(first, boundary)
+    length = tl.load(length + b).to(tl.int32)
+    first = boundary_after(length, BLOCK, LEVELS)
+    if h + tl.program_id(0) + tl.program_id(2) == 0:
+        tl.store(start + b, first.to(tl.int64))
     _, _, root = load_state(state, b, h, first, d, e, NV, DK, DV)
     for slot in range(first, length):
         root = read_token(root, slot, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
@@ -112,7 +116,62 @@ def delta_kernel(
         tl.store(to, tl.sum(x * q[:, None], 0), mask=e < DV)
 
 
-@torch.library.custom_op("eagle_gpu::delta", mutates_args=("state",))
+@triton.jit
+def write_kernel(
+    projected, taps, log_decay, step_bias, tap_slots, length, inputs, mixed, rates, T, RING, WIDTH, VALUES,
+    NV: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    """Write BLOCK channels of a token, or its rates, to the ring buffers, see `DeltaCache.write`."""
+    wait_for_previous(PDL)
+    token, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b, stride = token // T, WIDTH + VALUES + 2 * NV
+    length = tl.load(length + b).to(tl.int32)
+    row = (b * RING + (length + token % T) % RING).to(tl.int64)
+    own = projected + token.to(tl.int64) * stride
+    if tl.program_id(1) < tl.num_programs(1) - 1:
+        mask = c < WIDTH
+        total = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(TAPS):
+            slot = tl.load(tap_slots + token * TAPS + i).to(tl.int32)
+            if slot >= length:  # of this pass
+                at = (b * T + slot - length).to(tl.int64) * stride
+                x = tl.load(projected + at + c, mask=mask, other=0.0)
+            else:
+                at = (b * RING + tl.maximum(slot, 0) % RING).to(tl.int64) * WIDTH
+                x = tl.where(slot >= 0, tl.load(inputs + at + c, mask=mask, other=0.0), 0.0)
+            total += x.to(tl.float32) * tl.load(taps + c * TAPS + i, mask=mask, other=0.0).to(tl.float32)
+        tl.store(inputs + row * WIDTH + c, tl.load(own + c, mask=mask, other=0.0), mask=mask)
+        y = total.to(mixed.dtype.element_ty).to(tl.float32)
+        tl.store(mixed + row * WIDTH + c, (y / (1 + tl.exp(-y))).to(mixed.dtype.element_ty), mask=mask)
+    else:
+        h = tl.arange(0, BLOCK)
+        mask, given = h < NV, own + WIDTH + VALUES + h
+        step = tl.load(given, mask=mask, other=0.0).to(tl.float32)
+        decay = tl.load(given + NV, mask=mask, other=0.0).to(tl.float32)
+        decay += tl.load(step_bias + h, mask=mask, other=0.0).to(tl.float32)
+        g = tl.exp(tl.load(log_decay + h, mask=mask, other=0.0).to(tl.float32))
+        g *= tl.where(decay > 20, decay, tl.log(1 + tl.exp(decay)))  # softplus, as PyTorch has it
+        size = (1 / (1 + tl.exp(-step))).to(projected.dtype.element_ty).to(tl.float32)
+        tl.store(rates + row * 2 * NV + h, -g, mask=mask)
+        tl.store(rates + row * 2 * NV + NV + h, size, mask=mask)
+
+
+@torch.library.custom_op("eagle_gpu::write_delta", mutates_args=("inputs", "mixed", "rates"))
+def write(
+    projected: Tensor, taps: Tensor, log_decay: Tensor, step_bias: Tensor, tap_slots: Tensor, length: Tensor,
+    inputs: Tensor, mixed: Tensor, rates: Tensor,
+) -> None:
+    """`DeltaCache.write`, of `Paths.tap_slots` and `length`."""
+    (B, T, count), (_, ring, width), nv = projected.shape, mixed.shape, len(log_decay)
+    block = max(CHANNELS, triton.next_power_of_2(nv))
+    write_kernel[B * T, triton.cdiv(width, block) + 1](
+        projected.contiguous(), taps, log_decay, step_bias, tap_slots.contiguous(), length.contiguous(),
+        inputs, mixed, rates, T, ring, width, count - width - 2 * nv, NV=nv, TAPS=taps.shape[1], BLOCK=block,
+        **launch_options(projected.device),
+    )
+
+
+@torch.library.custom_op("eagle_gpu::delta", mutates_args=("state", "start"))
 def delta(
     mixed: Tensor, rates: Tensor, length: Tensor, local: Tensor, state: Tensor, start: Tensor
 ) -> Tensor:
@@ -142,8 +201,8 @@ def _(mixed, rates, length, local, state, start):
 
 
 @with_fallback("delta", DeltaCache.outputs)
-def outputs(cache: DeltaCache, block: DeltaBlock, paths: Paths) -> Tensor:
-    """`DeltaCache.outputs` in two kernels."""
-    out = delta(cache.mixed, cache.rates, paths.length, paths.local, cache.state, cache.start)
-    cache.start.copy_(torch.where(paths.length > 0, cache.start, 0).maximum(boundary_of(paths.length)))
-    return out
+def outputs(cache: DeltaCache, block: DeltaBlock, projected: Tensor, paths: Paths) -> Tensor:
+    """`DeltaCache.outputs` in three kernels."""
+    weights = block.taps, block.log_decay, block.step_bias
+    write(projected, *weights, paths.tap_slots, paths.length, cache.inputs, cache.mixed, cache.rates)
+    return delta(cache.mixed, cache.rates, paths.length, paths.local, cache.state, cache.start)

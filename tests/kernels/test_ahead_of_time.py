@@ -26,7 +26,8 @@ KINDS = {  # of arguments, by name; others in capitals are any integers, the res
     "V": "i32", "S": "i32", "eps": "fp32", "kv": BF16, "local": BOOL,
     **dict.fromkeys(("arrived", "order", "tiles"), I32),
     **dict.fromkeys(("logits", "noise", "scores", "chunk_sums", "peak", "temperature", "top_p"), F32),
-    **dict.fromkeys(("rates", "state"), F32), "mixed": BF16, "scale": "fp32", "T": "any i32", "RING": "i32",
+    **dict.fromkeys(("rates", "state"), F32), "scale": "fp32", "T": "any i32", "RING": "i32",
+    **dict.fromkeys(("mixed", "inputs", "projected", "taps", "log_decay", "step_bias"), BF16),
     **dict.fromkeys(("out", "cos", "sin", "partial_sums", "partial_softmax"), F32),
 }
 
@@ -143,6 +144,7 @@ OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "threshold": (sampling.threshold_kernel, 8, SORTED | {"BLOCK_CHUNKS": 64}),
     "sort experts": (experts.sort_kernel, 4, {
         "S": ANY, "ONE_TILE": True, "BLOCK_M": 16, "CHUNK": experts.SORT_CHUNK}),
+    "write tokens": (delta.write_kernel, 4, {"NV": 48, "TAPS": 4, "BLOCK": delta.CHANNELS, "VALUES": "i32"}),
     "advance states": (delta.advance_kernel, 4, DELTA), "delta nets": (delta.delta_kernel, 4, DELTA),
 }
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.ahead_of_time import expensive
 
-from families.hybrid import DeltaBlock, DeltaCache, DeltaCaches, HybridArgs, Paths, boundary_of
+from families.hybrid import RING_BUFFERS, DeltaBlock, DeltaCache, DeltaCaches, HybridArgs, Paths, boundary_of
 from kernels.gpu import delta
 from model import PassInputs
 
@@ -29,7 +29,11 @@ def passes(lengths: list[int], chain: int, dtype: torch.dtype):
     visible = torch.arange(max(lengths) + T) < length[:, None, None]
     visible = visible.repeat(1, T, 1).scatter(2, slots[:, None].expand(B, T, T), local.expand(B, T, T))
     shared = PassInputs(args, torch.ones(8), length[:, None] + depth, slots, visible)
-    return DeltaBlock(args), cache, Paths(shared, 4, cache.start)
+    block = DeltaBlock(args)
+    for x in block.parameters():
+        x.normal_()
+    projected = torch.randn(B, T, sum(block.widths)).to(dtype)
+    return block.to(dtype), cache, projected, Paths(shared, 4, cache.start)
 
 
 @pytest.mark.parametrize("lengths, chain, dtype", (
@@ -39,12 +43,15 @@ def passes(lengths: list[int], chain: int, dtype: torch.dtype):
 ))
 def test_outputs_and_states(device, lengths, chain, dtype):
     """A pass advances what is behind, reads what is committed, and follows each path."""
-    block, cache, paths = passes([*lengths], chain, dtype)
-    ours = copy.deepcopy(cache).to(device)
-    paths_there = copy.copy(paths)
-    for name in ("length", "positions", "local", "depth"):
-        setattr(paths_there, name, getattr(paths, name).to(device))
-    expected, found = DeltaCache.outputs(cache, block, paths), delta.outputs(ours, block, paths_there)
+    block, cache, projected, paths = passes([*lengths], chain, dtype)
+    ours, there = copy.deepcopy(cache).to(device), copy.copy(paths)
+    for name, x in vars(paths).items():
+        setattr(there, name, x.to(device))
+    found = delta.outputs(ours, copy.deepcopy(block).to(device), projected.to(device), there)
+    expected = DeltaCache.outputs(cache, block, projected, paths)
+    for name in RING_BUFFERS:
+        limit = 1e-5 if dtype == torch.float32 or name == "rates" else 1e-2
+        torch.testing.assert_close(getattr(ours, name).cpu(), getattr(cache, name), rtol=limit, atol=limit)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(ours.start.cpu(), cache.start) and torch.equal(cache.start, boundary_of(paths.length))
     behind = cache.start > 0
@@ -53,14 +60,13 @@ def test_outputs_and_states(device, lengths, chain, dtype):
 
 def test_a_path_gives_the_same_bits_however_it_is_read(device):
     """A chain token by token, and as the last path of a tree that also has other nodes."""
-    block, cache, paths = passes([33], 0, torch.float32)
-    path = [0, 1, 3, 6, 8]
-    whole = delta.outputs(copy.deepcopy(cache).to(device), block, paths)[:, path]
-    for name in ("inputs", "mixed", "rates"):
-        ring = getattr(cache, name)
-        ring[:, 33 : 33 + len(path)] = ring[:, [33 + i for i in path]]
-    for i in range(len(path)):
+    block, cache, projected, paths = passes([33], 0, torch.float32)
+    path, block = [0, 1, 3, 6, 8], block.to(device)
+    whole = delta.outputs(copy.deepcopy(cache).to(device), block, projected.to(device), paths)[:, path]
+    for i, node in enumerate(path):
         one = copy.copy(paths)
         one.length, one.local = paths.length + i, torch.ones(1, 1, 1, dtype=torch.bool)
-        assert torch.equal(delta.outputs(cache.to(device), block, one)[:, 0], whole[:, i])
+        one.tap_slots = 33 + i + torch.arange(-3, 1)[None, None]
+        found = delta.outputs(cache.to(device), block, projected[:, node : node + 1].to(device), one)
+        assert torch.equal(found[:, 0], whole[:, i])
     assert int(cache.start) == int(boundary_of(torch.tensor(33 + 4)))
