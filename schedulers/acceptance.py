@@ -14,7 +14,7 @@ MIN_CONFIDENCE = 0.5  # of a new request
 PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves ratios to the prior: acceptance varies
 # Drafts that a step with a tree of so many nodes typically accepts: our SmolLM2 head on the six sets, greedy
 # (benchmarks/tau.py). Only ratios matter.
-TYPICAL_DRAFTS = {1: 0.0, 8: 1.2, 16: 1.5, 32: 1.7, 60: 1.9}
+TYPICAL_DRAFTS = {1: 0.0, 8: 1.35, 16: 1.74, 32: 2.0, 60: 2.2}
 
 
 def typical_drafts(nodes: int) -> float:

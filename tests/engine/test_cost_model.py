@@ -229,7 +229,7 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
 
 
 @pytest.mark.parametrize("times, expected_trees", (
-    ({0: 10, 8: 11.4, 16: 12.3, 60: 13.9}, (60, 8, 0)),  # an H200: nodes are almost free
+    ({0: 10, 8: 11.4, 16: 12.3, 60: 13.9}, (60, 16, 0)),  # an H200: nodes are almost free
     ({0: 10, 8: 12, 16: 15, 60: 40}, (8, 8, 0)),  # a small card
 ))
 def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees):
