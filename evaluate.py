@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, command, is_main_rank, positive, seed, within
-from common.writing import check_folder
+from common.writing import check_writable
 from engine.drafting import add_method_flags
 from extensions import METHODS
 
@@ -89,7 +89,7 @@ def run(o) -> int:
 
     draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit, o.sets, log)
-    check_folder("--out", o.out)
+    check_writable("--out", o.out)
     check_evaluation(Path(o.out))
     trees = [drafting.tree for drafting in draftings.values()]
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ from engine.request import encode
 from engine.sampling import Sampling
 from extensions import HEADS
 from kernels.choose import choose_backend
-from kernels.quantized import FOUR_BITS, GROUPS, LM_HEAD_MODES, MODES, Scheme, quantize_linears
+from kernels.quantized import GROUPS, INT4_MODES, LM_HEAD_MODES, MODES, Scheme, quantize_linears
 from tokens.tokenizer import Tokenizer
 
 PROMPTS = (  # whose answers are the text to calibrate on
@@ -75,10 +75,10 @@ def parser() -> Options:
         help="print perplexity of both models and their top-1 agreement on this text")
     add("--force", action="store_true", help="replace an existing output folder")
     add("--allow-nonfinite", action="store_true", help="accept weights that are nan or infinite")
-    reject_if(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
+    reject_if(lambda o: o.group and not {o.mode, o.lm_head} & {*INT4_MODES},
            lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out")
     reject_if(lambda o: (o.calibrate or o.method == "gptq") and (
-               o.mode not in FOUR_BITS or o.method == "nearest"),
+               o.mode not in INT4_MODES or o.method == "nearest"),
            lambda o: "--calibrate and --method gptq: only for --mode int4 or w4a8 with gptq")
     reject_if(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
            lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
@@ -90,7 +90,7 @@ def schemes(o):
     """Return the schemes of the checkpoint itself and of the heads inside it."""
     beside = LM_HEAD_MODES.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
-    group = (o.group or GROUP) if {o.mode, lm_head} & {*FOUR_BITS} else 0
+    group = (o.group or GROUP) if {o.mode, lm_head} & {*INT4_MODES} else 0
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
 
 
@@ -168,7 +168,7 @@ def judge(o, source: Path, out: Path) -> dict[str, QuantizationPlan]:
     for name in ("", *heads):
         check_out(out / name, name or kind, o.force)
     scheme, of_heads = schemes(o)
-    return {name: QuantizationPlan.of(source / name, of_heads if name else scheme, name or kind)
+    return {name: QuantizationPlan.from_folder(source / name, of_heads if name else scheme, name or kind)
             for name in ("", *heads)}
 
 
@@ -187,7 +187,8 @@ def run(o) -> None:
     parts = judge(o, source, out)
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
-    calibrated = parts[""].source_config["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
+    is_target = parts[""].source_config["kind"] == "target"
+    calibrated = is_target and o.mode in INT4_MODES and o.method != "nearest"
     text, errors = calibration_text(o, calibrate, source) if calibrated else None, {}
     # The target and its heads are there together, or not at all.
     with staging(out) as folder:

@@ -103,7 +103,7 @@ def action(o) -> None:
     record = bench.describe(o) | {"checkpoint": o.checkpoint, "speculate": o.speculate, "cells": []}
     for turn in range(o.rounds):
         for i, batch in enumerate(o.batch):
-            for name in bench.rotated(contenders, turn + i):
+            for name in bench.rotate_left(contenders, turn + i):
                 if name == PEER and turn:
                     continue
                 ids, seconds, reading, trees = contenders[name](*round_of(o, questions, turn, batch), batch)

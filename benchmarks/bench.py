@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # the project, for this file and for those that i
 from common.cli import log_stderr, positive, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
-from evaluation.answers import rotated  # noqa: E402
+from evaluation.answers import rotate_left  # noqa: E402
 from kernels.cpu import CpuBackend  # noqa: E402
 from kernels.isa import cpuinfo  # noqa: E402
 
@@ -152,7 +152,7 @@ def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], to
     wait_turn()
     rows = []
     for i, prompt in enumerate(prompts):
-        answers = {name: contenders[name](prompt, tokens) for name in rotated(contenders, i)}
+        answers = {name: contenders[name](prompt, tokens) for name in rotate_left(contenders, i)}
         if all(answer.rate for answer in answers.values()):
             rows.append({name: answers[name] for name in contenders})
         speeds = ", ".join(f"{name} {answer.rate:.1f}" for name, answer in answers.items())

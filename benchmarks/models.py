@@ -38,7 +38,7 @@ from common.cli import Options, command, log_stderr, positive  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
 from kernels.choose import choose_backend  # noqa: E402
-from kernels.quantized import FOUR_BITS  # noqa: E402
+from kernels.quantized import INT4_MODES  # noqa: E402
 from quantize import main as quantize  # noqa: E402
 from tokens.tokenizer import Tokenizer  # noqa: E402
 
@@ -167,7 +167,7 @@ def perplexity(file: Path, tokens: int) -> int:
     for name, text in {"code": inspect.getsource(argparse), "prose": "".join(topics.values())}.items():
         texts[name] = torch.tensor(tokenizer.encode(text)[: tokens // 2])
     stored = {}
-    for method, mode in (("", "bf16"), ("", "int8"), ("", "w8a8"), *product(("nearest", "gptq"), FOUR_BITS)):
+    for method, mode in (("", "bf16"), ("", "int8"), ("", "w8a8"), *product(("nearest", "gptq"), INT4_MODES)):
         with tempfile.TemporaryDirectory(dir=CACHE) as made:
             quantized = folder if mode == "bf16" else Path(made, mode)
             if quantized != folder:

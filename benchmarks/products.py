@@ -30,7 +30,7 @@ from kernels.choose import choose_backend
 from kernels.cpu import CpuBackend
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
-from kernels.stored import four_bits
+from kernels.stored import int4_kind
 from quantize import GROUP
 
 PAUSE = 0.02  # seconds, after which the threads of PyTorch's products no longer spin
@@ -64,7 +64,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
     on_cpu = weights[0].device.type == "cpu"
     modes = {mode: mode for mode in (("int8", "w8a8") if on_cpu else ("int8", "fp8"))}
     if all(w.shape[1] % GROUP == 0 for w in weights):
-        modes["4 bits"] = four_bits(GROUP)
+        modes["4 bits"] = int4_kind(GROUP)
     products = {
         "PyTorch whole": [partial(F.linear, weight=w) for w in weights],
         "PyTorch int8pack": [int8pack(w) for w in weights],

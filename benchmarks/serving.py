@@ -74,7 +74,7 @@ def action(o) -> None:
             for clients in o.clients:
                 first = i * most * o.answers
                 some = [questions[n % len(questions)] for n in range(first, first + clients * o.answers)]
-                for name in bench.rotated(servers, i):
+                for name in bench.rotate_left(servers, i):
                     found = asyncio.run(run_clients(servers[name], some, clients, o.max_new_tokens))
                     rounds.append({"round": i, "clients": clients, "server": name, **found})
                     log_stderr(f"  round {i + 1}/{o.rounds}, {clients} clients, {name}:"

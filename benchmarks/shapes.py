@@ -14,7 +14,7 @@ from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
 from families.hybrid import HybridArgs
 from head import Eagle3Head, Head, HeadArgs
-from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
+from kernels.quantized import INT4_MODES, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
 from model import ModelArgs, Transformer, meta_modules
 
 INT4_GROUP = 64
@@ -94,7 +94,7 @@ def random_models(
         args, lm_head_mode = replace(args, tie_embeddings=False), LM_HEAD_MODES.get(mode, mode)
         target_scheme = (
             Scheme(lm_head_mode, 0, lm_head_mode, MXFP4) if mode == MXFP4
-            else Scheme(mode, group if mode in FOUR_BITS else 0, lm_head_mode)
+            else Scheme(mode, group if mode in INT4_MODES else 0, lm_head_mode)
         )
         head_scheme = Scheme(lm_head_mode, 0, lm_head_mode)
     target = _random(class_of({"kind": "target", **asdict(args)}), args, target_scheme, dtype, device)

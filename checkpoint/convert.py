@@ -1,7 +1,7 @@
 """Convert a checkpoint to our folder format: a target or a draft head.
 
-Every tensor is accounted for, in both directions, before the first byte is written. Then one tensor at a time
-is read, cast and written: memory does not grow with the model.
+All tensor names and shapes are matched against the model, in both directions, before anything is written.
+Tensors are then read, cast and written one at a time, so peak memory does not depend on the model size.
 """
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from tokens.tokenizer import Tokenizer
 # Architectures and head layouts that this file does not read itself.
 FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 AS_STORED = "checkpoint.as_stored:as_stored"  # keeps quantized matrices as stored
-# Buffers that old checkpoints carry and that follow from the config.
+# Buffers of old checkpoints; they are computed from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
 
@@ -66,18 +66,18 @@ def convert(
     dtype: str = "keep", options: HeadOptions = HeadOptions(), template: str = "auto", force: bool = False,
     quiet: bool = False, allow_nonfinite: bool = False,
 ) -> Path:
-    """Convert `checkpoint` into the folder `out` and return it. Its tensors tell targets from heads.
+    """Convert `checkpoint`, a target or a draft head, into the folder `out` and return `out`.
 
-    out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND, one of
-    `extensions.HEADS`. target: the converted folder of the model that a head belongs to; needed for
-    a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is the dtype
-    of most of the source's numbers, and leaves quantized matrices of a target as they are stored. options:
-    settings that a head's files may leave open. template: for a target without chat template, the one to add;
-    see `tokens.convert: find_template`. force: replace `out` if it is one of our folders of the same kind;
-    folders inside it, such as heads, are kept. allow_nonfinite: accept nan and infinite weights, with a
-    warning.
+    out: default `default_folder(checkpoint)` for a target, TARGET/KIND for a head (`extensions.HEADS`).
+    target: converted folder of the head's target; required for heads, rejected for targets.
+    dtype: keep, bf16, fp16, fp32 or PyTorch's name. keep: the dtype of most of the source's weights;
+    quantized weights of a target stay quantized.
+    options: settings that a head's files may not contain.
+    template: chat template for a target without one, see `tokens.convert: find_template`.
+    force: replace `out` if it is a converted folder of the same kind; its subfolders (heads) stay.
+    allow_nonfinite: warn about nan and infinite weights instead of rejecting them.
 
-    Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
+    Raises InputError on bad input or a full disk; `out` is unchanged then.
     """
     source = open_source(resolve_source(checkpoint))
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
@@ -85,8 +85,8 @@ def convert(
     if layout is None:
         kind, source = extensions.load(HEAD_LAYOUTS).identify(source, bool(target))
     if (kind == "target") == bool(target):
-        what = "no draft head, which alone has a" if target else "a draft head, which needs --target, its"
-        raise InputError(f"{source.path}: is {what} converted target")
+        what = "no draft head; leave out --target" if target else "a draft head; add --target FOLDER"
+        raise InputError(f"{source.path}: is {what}")
     if target:
         out = Path(out or Path(target) / kind)
         parts = {"": plan_head(source, layout, Path(target), cast_to, options)}
@@ -114,21 +114,24 @@ def convert(
         what = config.get("architecture", config["kind"])
         what += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
         lm_head, size = weights.get("lm_head.weight", 0), sum(tensor.nbytes for tensor in plan)
-        of_which = f" ({lm_head / 1e6:,.0f} of them lm_head)" * bool(lm_head)
+        lm_count = f" ({lm_head / 1e6:,.0f} of them lm_head)" * bool(lm_head)
         stored = "quantized as stored" if "quantization" in config else str(plan[0].dtype).split(".")[1]
-        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million weights{of_which}, {stored},"
+        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million weights{lm_count}, {stored},"
               f" {size / 1e9:,.2f} GB")
     return out
 
 
 def is_head(checkpoint: str | Path) -> bool:
-    """Return whether a checkpoint that is not converted is a draft head. Raises InputError."""
+    """Return whether an unconverted checkpoint is a draft head. Raises InputError."""
     source = open_source(resolve_source(checkpoint))
     return bool(layout_of(source) or extensions.load(HEAD_LAYOUTS).kind_of(source))
 
 
 def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: str | Path) -> Tokenizer | None:
-    """Write the tokenizer files of a target, and a chat template if one is asked for or missing."""
+    """Write the tokenizer files, and a chat template if --template asks for one or the source has none.
+
+    Returns the tokenizer, or None if the source has none.
+    """
     from tokens.convert import find_template
 
     names = _name(checkpoint), str(checkpoint), str(source.config.get("_name_or_path", ""))
@@ -138,12 +141,12 @@ def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: st
     tokenizer = Tokenizer.load(folder)
     if added and (template != "auto" or not tokenizer.has_template):
         (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
-        (folder / "tool_use.jinja").unlink(missing_ok=True)  # the added template serves tools, too
+        (folder / "tool_use.jinja").unlink(missing_ok=True)  # superseded by the added template
     return tokenizer
 
 
 def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
-    """Print what a converted target lacks."""
+    """Warn about a missing tokenizer, ids beyond the vocabulary, or missing stop ids."""
     if tokenizer is None:
         log_stderr(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run"
                    " it with --prompt-ids")
@@ -151,22 +154,22 @@ def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> 
         log_stderr(f"warning: {checkpoint}: its tokenizer has {tokenizer.vocab_size:,} ids, the model"
                    f" {config['vocab_size']:,}; prompts with others are refused")
     if not config["stop_ids"]:
-        log_stderr(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
+        log_stderr(f"warning: {checkpoint} has no stop token; generation only stops at --max-new-tokens")
 
 
 def default_folder(checkpoint: str | Path) -> Path:
-    """Return where a target is written without --out: checkpoints/NAME, in lower case."""
+    """Return the default output folder of a target: checkpoints/NAME, in lower case."""
     return Path("checkpoints") / _name(checkpoint).lower()
 
 
 def converted_folder(
     checkpoint: str | Path, log: Callable[[str], None], target: str | Path | None = None
 ) -> str:
-    """Return the converted folder of any checkpoint: itself, checkpoints/NAME, or TARGET/NAME for a head.
+    """Return the converted folder of a checkpoint, converting it first if that is missing or outdated.
 
-    It is converted now if that folder is missing or older than the checkpoint. target: the converted folder
-    of the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
-    converted there, and in one of several processes, which would all write one folder.
+    The folder is `checkpoint` itself if it is converted, else checkpoints/NAME, or TARGET/NAME for a head of
+    the converted folder `target`. Raises InputError if another checkpoint was converted into that folder, or
+    if conversion is needed under torchrun, where all processes would write the same folder.
     """
     checkpoint = str(checkpoint)
     if is_converted(checkpoint) or os.environ.get("WORLD_SIZE", "1") != "1":
@@ -186,12 +189,12 @@ def converted_folder(
         resolve_source(checkpoint)
         log(f"converting {checkpoint} into {out}")
         with contextlib.redirect_stdout(sys.stderr), library_errors(f"{checkpoint}: malformed"):
-            convert(checkpoint, out, target, force=stale)  # stdout is for the answer
+            convert(checkpoint, out, target, force=stale)  # keep stdout free for generated text
     return str(out)
 
 
 def origin(checkpoint: str | Path) -> str:
-    """Return the `source` in a converted folder's config: an absolute path, or the hub id."""
+    """Return what config.json of the converted folder has as `source`: absolute path, or hub id."""
     return str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else str(checkpoint)
 
 
@@ -201,17 +204,17 @@ def _name(checkpoint: str | Path) -> str:
 
 
 def family_of(source: Source) -> Family:
-    """Return the family of a target. Raises InputError if none has this name."""
+    """Return the model family of a target. Raises InputError if its architecture is unknown."""
     if source.architecture in DENSE and is_plain(source.config):
         return DENSE[source.architecture]
     return extensions.load(FAMILIES).family_of(source.path, source.architecture)
 
 
 def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
-    """Return the config of a converted target and its tensors, under "", and its extra parts.
+    """Plan the conversion of a target: part name -> (config, tensors to write); "" is the target itself.
 
-    dtype: what to store the tensors in; None: the dtype of most of the source's numbers. Raises InputError
-    on a config or a tensor that does not fit.
+    dtype: of the written tensors; None: the dtype of most of the source's weights. Raises InputError if the
+    config or a tensor does not fit.
     """
     family = family_of(source)
     fields, names = family.fields(source), family.names
@@ -239,10 +242,10 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
 def plan_head(
     source: Source, layout: str | None, target: Path, dtype: torch.dtype | None, options: HeadOptions
 ) -> tuple[dict, list[Planned]]:
-    """Return the config of a converted head of the converted target `target`, and its tensors.
+    """Plan the conversion of a head of the converted target `target`: (config, tensors to write).
 
-    layout: of `layout_of`. dtype: as for `plan_target`. Raises InputError on a config or a tensor that does
-    not fit, and if the head does not fit the target.
+    layout: result of `layout_of`. dtype: see `plan_target`. Raises InputError if the config, a tensor or the
+    target does not fit.
     """
     path, target_args = source.path, check_config(read_config(target, "target"))
     if layout and options == HeadOptions():
@@ -258,7 +261,7 @@ def plan_head(
     if lm_head is not None and config["draft_vocab_size"] == target_args.vocab_size and _equals_target(
         lm_head, target, target_lm_head
     ):
-        config["own_lm_head"] = False  # vLLM's copies of heads have the target's
+        config["own_lm_head"] = False  # heads repackaged for vLLM contain a copy of the target's
         del tensors["lm_head.weight"]
     check_head_fits(_args(source, config), target_args, str(path))
     maps = {name: tensors.pop(name) for name in VOCABULARY_MAPS if name in tensors}
@@ -270,25 +273,25 @@ def plan_head(
 
 
 def planned_ids(ids: Tensor) -> Planned:
-    """Return the draft ids of a head as a tensor to write."""
+    """Plan the tensor `draft_ids` of a head."""
     return Planned("draft_ids", tuple(ids.shape), torch.int64, [Entry(ids.shape, ids.dtype, lambda: ids)])
 
 
 def _equals_target(entry: Entry, target: Path, name: str) -> bool:
-    """Return whether a head's matrix equals this tensor of the target, after a cast to either dtype."""
+    """Return whether a head's matrix equals tensor `name` of the target in either of their dtypes."""
     with open_safetensors(target / WEIGHTS, "convert the target again") as file:
         if tuple(file.get_slice(name).get_shape()) != entry.shape:
             return False
         matrix = file.get_tensor(name)
-    own = entry.read()  # maybe a bfloat16 copy of a float32 matrix
+    own = entry.read()  # may be a bfloat16 copy of a float32 matrix
     return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return the target id of each draft id in ascending order, and its index in the file: [Vd] int64.
+    """Return (target id of each draft id, ascending; its row in the file), both [Vd] int64.
 
-    They come from `d2t` (offsets), `token_map` (vLLM: ids) or `t2d` (a mask of target ids). If there are two,
-    they must agree.
+    Source: `d2t` (offsets), `token_map` (vLLM: ids) or `t2d` (mask over target ids), in this order. If `t2d`
+    comes with another one, they must agree.
     """
     indices = torch.arange(draft_vocab)
     if "d2t" in maps:
@@ -314,7 +317,7 @@ def plan_tensors(
     source: Source, config: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype | None,
     stacks: dict = STACKS,
 ) -> list[Planned]:
-    """Match every tensor of the model with its sources, in both directions.
+    """Plan the tensors of a converted module: match its state dict with the source tensors, both ways.
 
     Raises InputError naming the first tensor that does not match.
     """
@@ -342,13 +345,13 @@ def plan_tensors(
 
 
 def _args(source: Source, config: dict) -> ModelArgs:
-    """Return the model's shape in a config. Raises InputError, which names the source."""
+    """Return the `ModelArgs` of a config. Raises InputError that names the source."""
     with named(source.path / CONFIG if source.path.is_dir() else source.path):
         return check_config(config)
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
-    """Return the dtype of most numbers: a model computes in one dtype."""
+    """Return the dtype of most weights: a converted model has one dtype."""
     counts = Counter()
     for entry in tensors.values():
         counts[entry.dtype] += math.prod(entry.shape)

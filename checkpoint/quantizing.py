@@ -1,7 +1,7 @@
-"""Quantize a converted checkpoint, and compare it with the original on a text.
+"""Quantize a converted checkpoint, and compare its perplexity with the original. Command: `quantize.py`.
 
-Tensors are read and written one at a time. GPTQ layers are calibrated first, block by block, and kept in
-memory. `quantize.py` is the command.
+Tensors are read, quantized and written one at a time. GPTQ is the exception: it calibrates all layers first,
+block by block, and keeps the quantized layers in memory.
 """
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from checkpoint.load import (
     stored_tensors,
 )
 from checkpoint.source import STORED_DTYPES, Entry
-from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
+from checkpoint.writer import Planned, count_nonfinite, fill, report_nonfinite
 from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
 from families.mixed import causal
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.quantized import MXFP4, Quantized, Scheme, by_rows, linear_names
-from kernels.stored import Kind, fit, restored, round_to
+from kernels.quantized import MXFP4, Quantized, Scheme, linear_names, split_rows
+from kernels.stored import Kind, dequantize_stored, fit, quantize_to_nearest
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
-ERROR_TOKENS = 512  # calibration tokens that sample the output error
-ERROR_STRIDE = 8  # the weight error is measured on every 8th block of rows
+ERROR_TOKENS = 512  # calibration tokens that the output error is measured on
+ERROR_STRIDE = 8  # measure the weight error on every 8th block of rows
 
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """A converted folder to quantize: its config.json and module (source_*), and those of the result."""
+    """Config and (meta-device) module of a converted folder, and of its quantized result."""
 
     source: Path
     source_config: dict
@@ -55,20 +55,20 @@ class QuantizationPlan:
     module: nn.Module
 
     @classmethod
-    def of(cls, source: Path, scheme: Scheme, kind: str | None = None) -> QuantizationPlan:
-        """Plan a folder of this kind.
+    def from_folder(cls, source: Path, scheme: Scheme, kind: str | None = None) -> QuantizationPlan:
+        """Check the converted folder `source` and plan its quantization. kind: target or head; None: any.
 
-        Raises InputError if it is not a converted folder of this kind, is already quantized, its weights are
-        incomplete or contradict the config, or the group size does not divide a layer.
+        Raises InputError if it is not such a folder, is already quantized, its weights do not match the
+        config, or the group size does not divide the inputs of a layer.
         """
         source_config = read_config(source, kind)
         check_exact(source, source_config)
         stored = stored_tensors(source / WEIGHTS, ADVICE)
         source_module = build_checked_module(source, source_config, stored)
-        experts = source_config.get("quantization", {}).get("experts")  # in MXFP4, they are copied
+        experts = source_config.get("quantization", {}).get("experts")  # MXFP4 experts are copied
         config = dict(source_config)
         if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
-            config["tie_embeddings"] = False  # the lm_head becomes a quantized matrix beside the embedding
+            config["tie_embeddings"] = False  # quantizing lm_head unties it from the embedding
         with named(source / CONFIG, "choose another --group"):
             scheme = replace(scheme, experts=experts).with_kinds(source_module)
             config["quantization"] = scheme.to_config()
@@ -77,10 +77,10 @@ class QuantizationPlan:
 
 @dataclass
 class _LayerWriter:
-    """Quantize one layer when the writer asks for its scales and its weight, in any order.
+    """Quantize one layer on demand: the writer asks for its scales and weight in any order.
 
-    read_exact: reads the unquantized weight. where: file and tensor name, for errors. layer: on the meta
-    device.
+    read_exact: read the unquantized weight. where: file and tensor name, for errors. layer: the quantized
+    module, on the meta device.
     """
 
     read_exact: Callable[[], Tensor]
@@ -88,13 +88,13 @@ class _LayerWriter:
     layer: Quantized
     allow_nonfinite: bool
     scales: tuple[Tensor, ...] = ()  # see `Quantized.fit`
-    error: float = 0.0  # relative, of the quantized weight
+    error: float = 0.0  # relative error of the quantized weight, set by `read_weight`
 
     def read_scales(self, which: int) -> Tensor:
         if not self.scales:
             exact = self.read_exact()
             if bad := count_nonfinite(exact):
-                judge_nonfinite(self.where, bad, self.allow_nonfinite)
+                report_nonfinite(self.where, bad, self.allow_nonfinite)
             self.scales = self.layer.fit(exact)
         return self.scales[which]
 
@@ -103,7 +103,7 @@ class _LayerWriter:
         exact = self.read_exact()
         weight = self.layer.round(exact, *self.scales)
         errors = norms = 0.0
-        for rows, *stored in by_rows(exact, weight, *self.scales)[::ERROR_STRIDE]:
+        for rows, *stored in split_rows(exact, weight, *self.scales)[::ERROR_STRIDE]:
             rows = rows.float()
             norms += float(rows.norm()) ** 2
             errors += float(self.layer.numbers(*stored).sub_(rows).norm()) ** 2
@@ -112,7 +112,7 @@ class _LayerWriter:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Return one tensor, a memory-mapped view."""
+    """Return one tensor of a safetensors file, memory-mapped."""
     with open_safetensors(path, ADVICE) as file:
         return file.get_tensor(name)
 
@@ -120,10 +120,10 @@ def read_tensor(path: Path, name: str) -> Tensor:
 def quantize_folder(
     plan: QuantizationPlan, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
 ) -> dict[str, tuple[str, float]]:
-    """Write the quantized folder. Returns the relative error by layer, "of weights" or "of outputs" (GPTQ).
+    """Write the quantized folder. Returns layer name -> ("of weights" or, with GPTQ, "of outputs", error).
 
-    text [B, T]: token ids to calibrate 4-bit layers on. A tied lm_head becomes a separate quantized matrix.
-    Raises OSError, and InputError on nonfinite weights unless allowed.
+    Errors are relative. text [B, T]: token ids to calibrate 4-bit layers with GPTQ; None: round to nearest.
+    Raises OSError, and InputError on nan or infinite weights unless allowed.
     """
     source, module, names = plan.source, plan.module, plan.source_module.state_dict()
     path, scheme = source / WEIGHTS, Scheme.from_config(plan.config["quantization"])
@@ -145,7 +145,7 @@ def quantize_folder(
             dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
         else:
             if layer not in layers:
-                # A linear layer, a stack of experts, or the tied lm_head, whose weight is the embedding.
+                # Source name of the weight: of a linear layer, of stacked experts, of a tied lm_head.
                 weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
                 exact, where = partial(read_tensor, path, weight), f"{path}: tensor {weight}"
                 layers[layer] = _LayerWriter(exact, where, owner, allow_nonfinite)
@@ -161,7 +161,7 @@ def quantize_folder(
 
 
 class Calibrated(NamedTuple):
-    """A quantized layer, and the relative error of its outputs on the calibration text."""
+    """A GPTQ-quantized layer, and the relative error of its outputs on the calibration text."""
 
     weight: Tensor
     scale: Tensor
@@ -173,9 +173,11 @@ class Calibrated(NamedTuple):
 def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -> dict[str, Calibrated]:
     """Quantize the linear layers of all blocks to 4 bits with GPTQ. Returns them by name.
 
-    source: an unquantized folder with this config. scheme: with kinds. ids [B, T]: calibration text. Inputs
-    of a layer come from the quantized layers before it. One block is in memory at a time, in float32. Stacks
-    of experts are rounded to nearest, and not returned. Raises InputError on nonfinite weights.
+    source: unquantized folder with this config. scheme: result of `with_kinds`. ids [B, T]: calibration text.
+
+    Each layer is calibrated on the outputs of the quantized layers before it. One block at a time is in
+    memory, in float32. Stacked experts are rounded to nearest for these outputs and not returned. Raises
+    InputError on nan or infinite weights.
     """
     model = build_module(config)
     args = model.args
@@ -183,7 +185,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
     visible = positions[:, None] <= positions[:, :, None]
     shared = PassInputs(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
-    ring = {"ring": ids.shape[1]} if model.is_recurrent else {}  # else it holds fewer tokens than a text has
+    ring = {"ring": ids.shape[1]} if model.is_recurrent else {}  # the default ring is shorter than a text
     caches = model.caches(*ids.shape, "cpu", **ring)
     with open_safetensors(source / WEIGHTS, ADVICE) as file:
 
@@ -196,16 +198,18 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
             return tensor
 
         def apply(i: int, block: nn.Module, x: Tensor) -> Tensor:
-            if i and not getattr(model.layers[i - 1], "produces", False):  # others read its norm of keys
+            # Gemma 4: later layers that share a layer's KV cache still read its key norm.
+            if i and not getattr(model.layers[i - 1], "produces", False):
                 model.layers[i - 1].to("meta")
             bar.update()
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
             for name, p in block.named_parameters():
-                if p.ndim == 3 and p.is_floating_point():  # a stack of experts: rounded to nearest
+                if p.ndim == 3 and p.is_floating_point():  # stacked experts
                     kind = scheme.mode_of(f"layers.{i}.{name}")
-                    p.data = restored(kind, round_to(kind, p, *(scales := fit(kind, p))), *scales)
+                    scales = fit(kind, p)
+                    p.data = dequantize_stored(kind, quantize_to_nearest(kind, p, *scales), *scales)
             for name in linear_names(block):
                 kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
@@ -220,18 +224,18 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
 
 
 def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> None:
-    """Forward pre-hook: quantize the layer's weight with GPTQ on `inputs`, and replace it."""
+    """Forward pre-hook: replace the weight by its GPTQ-quantized values and pass the layer to `put`."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
     stored = gptq(weight, second_moments(x), kind)
-    layer.weight.data = restored(kind, *stored)
+    layer.weight.data = dequantize_stored(kind, *stored)
     put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // ERROR_TOKENS)])))
 
 
 def text_ids(source: Path, name: str, text: str, min_tokens: int, max_tokens: int) -> Tensor:
-    """Return the first tokens of a text, at most `max_tokens`, [N] int64.
+    """Tokenize a text with the tokenizer in `source`: the first `max_tokens` ids, [N] int64.
 
-    name: option and file, for errors. Raises InputError if it has less than `min_tokens`
-    tokens, or if there is no tokenizer.
+    name: option and file, for errors. Raises InputError if there are fewer than `min_tokens` tokens, or no
+    tokenizer.
     """
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
@@ -246,9 +250,10 @@ def text_ids(source: Path, name: str, text: str, min_tokens: int, max_tokens: in
 
 @torch.no_grad()
 def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> tuple[Tensor, Tensor]:
-    """Return a target's loss and top-1 prediction for every token [N'] but the first of each piece.
+    """Return the cross-entropy and the top-1 prediction of each token of ids [N], both [N'].
 
-    ids [N]: read in pieces of 512 tokens. prepare: puts the target on a backend.
+    The text is scored in chunks of 512 tokens without context from earlier chunks; the first token of each
+    chunk is not scored. prepare: move the target to a backend.
     """
     model, (losses, top) = load_model(folder)[0], ([], [])
     prepare(model)
@@ -260,7 +265,7 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
 
 
 def compare(source: Path, out: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> dict:
-    """Return the perplexity of both targets on a text [N], and their top-1 agreement."""
+    """Return perplexity of both targets and their top-1 agreement on token ids [N]."""
     (exact, top), (loss, quantized_top) = (scores(folder, ids, prepare) for folder in (source, out))
     return {
         "tokens": len(exact), "agreement": float((top == quantized_top).float().mean()),

@@ -92,7 +92,7 @@ def _write_safetensors(
                 raise InputError(f"{what} has shape {list(tensor.shape)}, expected {list(part.shape)}")
             exponents = t.dtype == torch.uint8 and t.name.endswith(".scale")  # of MXFP4; 255 is nan
             if bad := int((tensor == 255).sum()) if exponents else count_nonfinite(tensor):
-                judge_nonfinite(what, bad, allow_nonfinite)
+                report_nonfinite(what, bad, allow_nonfinite)
             return _cast(what, tensor, t.dtype).contiguous().flatten().view(torch.uint8).numpy()
 
         write(len(text).to_bytes(8, "little") + text)
@@ -103,7 +103,7 @@ def _write_safetensors(
     return digest.hexdigest()
 
 
-def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
+def report_nonfinite(what: str, count: int, allowed: bool) -> None:
     """Refuse a tensor with `count` numbers that are not finite, by an InputError, or warn of them."""
     found = f"{what} holds {count:,} numbers that are not finite (nan or infinite)"
     if not allowed:

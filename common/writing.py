@@ -1,4 +1,4 @@
-"""Writing files and folders: completely or not at all."""
+"""Atomic writes of files and folders."""
 from __future__ import annotations
 
 import contextlib
@@ -15,27 +15,27 @@ from common.errors import InputError
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Let an OSError in this context name the file: writing to an open file names none."""
+    """Add the file name to an OSError raised in this context: write() on an open file has none."""
     try:
         yield
     except OSError as e:
-        if e.errno is not None:  # else it has its own words, which a name would replace
+        if e.errno is not None:  # else str(e) is a message that `filename` would replace
             e.filename = e.filename or str(path)
         raise
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to; at the end it replaces `path`.
+    """Yield a temporary path in the same folder; on success it replaces `path`.
 
-    After an error the temporary file is gone and `path` is as before. If `path` is a link, its destination is
-    replaced. A device or a pipe is written directly. Raises OSError.
+    On an error the temporary file is removed and `path` is unchanged. Symlinks are followed. Devices and
+    pipes are written directly. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         yield path
         return
-    # Another process or thread may be writing the same file.
+    # Unique per process and thread: others may be writing the same file.
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
         with writing(path):
@@ -48,19 +48,19 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staging(out: Path, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
-    """Yield an empty folder beside `out`; at the end it replaces `out`.
+    """Yield an empty temporary folder next to `out`; on success it replaces `out`.
 
-    kept: which entries of `out` stay if the new folder has none of that name: by default folders, such as
-    heads. If `out` is a link, its destination is replaced. After an error and on Ctrl-C the temporary folder
-    is removed. Raises InputError if it cannot be written.
+    kept: entries of the old `out` for which it is true move to the new folder unless it has that name; by
+    default subfolders, such as heads. Symlinks are followed. On an error or Ctrl-C the temporary folder is
+    removed. Raises InputError if it cannot be written.
     """
-    place = out.resolve()
-    temporary = place.with_name(f".{place.name}.tmp-{os.getpid()}")
+    destination = out.resolve()
+    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # in a container, process ids repeat
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our pid (containers)
         temporary.mkdir(parents=True)
         yield temporary
-        _replace_folder(temporary, place, kept)
+        _replace_folder(temporary, destination, kept)
     except OSError as e:
         raise InputError(f"{out}: cannot be written ({e})") from None
     finally:
@@ -74,8 +74,13 @@ def _replace_folder(new: Path, out: Path, kept: Callable[[Path], bool]) -> None:
         if not out.is_dir():
             raise
         old = new.with_name(f"{new.name}.old")
+        shutil.rmtree(old, ignore_errors=True)  # of a killed process with our pid
         out.rename(old)
-        new.rename(out)
+        try:
+            new.rename(out)
+        except OSError:
+            old.rename(out)
+            raise
         for entry in filter(kept, old.iterdir()):
             if not os.path.lexists(out / entry.name):
                 entry.rename(out / entry.name)
@@ -83,18 +88,18 @@ def _replace_folder(new: Path, out: Path, kept: Callable[[Path], bool]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8, all of it or nothing. Raises OSError."""
+    """Write a UTF-8 text file atomically. Raises OSError."""
     with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def digest(*made_of: object) -> str:
-    """Return a digest of values that JSON can hold."""
-    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
+def digest(*values: object) -> str:
+    """Return a SHA-256 digest (24 hex digits) of JSON-serializable values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:24]
 
 
-def check_folder(flag: str, folder: str) -> None:
-    """Raise InputError unless a folder, or the one that it would be made in, takes files."""
+def check_writable(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder, or its nearest existing parent, is writable."""
     path = Path(folder).absolute()
     while not os.path.lexists(path):
         path = path.parent
@@ -103,10 +108,10 @@ def check_folder(flag: str, folder: str) -> None:
 
 
 def check_replaceable(flag: str, folder: str) -> None:
-    """Raise InputError unless a folder can be made, or replaced by another one, which is made next to it."""
+    """Raise InputError unless `staging` can create or replace a folder."""
     path = Path(folder).resolve()
     if os.path.ismount(path):
-        raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
+        raise InputError(f"{flag} {folder}: is a mount point and cannot be replaced; use a folder in it")
     if os.path.exists(path) and not path.is_dir():
         raise InputError(f"{flag} {folder}: not a folder that can be written to")
-    check_folder(flag, str(path.parent))
+    check_writable(flag, str(path.parent))

@@ -1,4 +1,4 @@
-"""The interactive loop of generate.py. Each turn reuses the cached prefix of the conversation."""
+"""generate.py --interactive: a chat loop. Each turn reuses the cached prefix of the conversation."""
 from __future__ import annotations
 
 import contextlib
@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 from common.cli import log_stderr
 from common.errors import InputError, one_line
-from console.output import figures
+from console.output import format_stats
 from engine.engine import Engine
 from engine.request import Request, encode
 from engine.sampling import Sampling
 
-HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before a / makes it text"
+HELP = "/reset starts over, /exit quits, Ctrl-C stops an answer; start with a space to send text with a /"
 
 
 def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, show: Callable) -> int:
-    """Answer turns from standard input until its end or /exit. Returns the exit status.
+    """Read user turns from stdin and answer them, until EOF or /exit. Returns the exit status.
 
-    stats: print detailed statistics. show: prints the events of a request.
-    Raises InputError if there is no chat template.
+    stats: print detailed statistics. show: print the events of a request. Raises InputError if there is no
+    chat template.
     """
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.has_template:
@@ -55,9 +55,9 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         except ValueError as e:
             log_stderr(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
-            pass  # keep the partial answer
-        if not requests or not requests[0].ids or requests[0].error:  # forget the turn
+            pass  # keep the partial answer in the history
+        if not requests or not requests[0].ids or requests[0].error:  # drop the turn from the history
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})
-        log_stderr(figures(requests, engine, stats))
+        log_stderr(format_stats(requests, engine, stats))

@@ -1,4 +1,4 @@
-"""generate.py --compare: decode the prompts with and without drafting, in alternation."""
+"""generate.py --compare: alternate runs with and without drafting, and compare speed and output."""
 from __future__ import annotations
 
 import statistics
@@ -10,11 +10,11 @@ from engine.sampling import Sampling
 from llm import LLM, joint_speed
 
 RUNS = 3
-MIN_GAIN = 1.1  # speedup below which `line` adds acceptance length and costs
+MIN_GAIN = 1.1  # below this speedup, `line` explains what limits it
 
 
 class Comparison:
-    """Decodes the prompts repeatedly. runs: (requests with drafting, requests without)."""
+    """Decode the prompts RUNS times. runs: one (requests with drafting, requests without) per run."""
 
     def __init__(self, llm: LLM, samplings: list[Sampling]):
         self.engine, self.samplings = llm.engine, samplings
@@ -23,16 +23,16 @@ class Comparison:
         self.runs: list[tuple[list[Request], list[Request]]] = []
 
     def decode(self, ids: list[list[int]], requests: list[Request]) -> None:
-        """Decode the prompts in all runs. requests: those of the first run, with drafting."""
+        """Do all runs. requests: finished requests of the first run with drafting."""
         log_stderr(f"comparing with plain decoding, {RUNS} alternating runs ...")
         for run in range(RUNS):
             again = self.engine.generate(ids, self.samplings) if run else requests
             self.runs.append((again, self.plain.generate(ids, self.samplings)))
 
     def row(self, i: int, as_json: Callable[[Request], dict]) -> dict:
-        """Return the keys that `--compare` adds to prompt i in `--json`; none before `decode`.
+        """Return what --compare adds to the --json object of prompt i; empty before `decode`.
 
-        A speedup is None if an answer is a single token.
+        as_json: format a request. A speedup is None if an answer has only one token.
         """
         runs = [(requests[i], plain[i]) for requests, plain in self.runs]
         if not runs:
@@ -56,7 +56,7 @@ class Comparison:
             return f"the answer is too short to compare speeds; identical output: {texts}"
         costs = self.engine.scheduler.describe(self.samplings[0].temperature > 0) or "costs were not timed"
         if not any(request.step_times["drafted"] for request, _ in pairs):
-            why = ("the text repeats nothing that is worth verifying" if self.engine.drafter.network is None
+            why = ("no n-gram match was likely to be accepted" if self.engine.drafter.network is None
                    else f"the cost model predicted no gain; {costs}")
             return f"nothing was drafted, so there is no speedup: {why}; identical output: {texts}"
         ratios = sorted((fast / slow, fast, slow) for fast, slow in speeds)

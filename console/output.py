@@ -1,4 +1,4 @@
-"""The output of generate.py for several prompts, --json, --compare and --stats."""
+"""Output of generate.py: one or several prompts, --json, --compare, --trace and --stats."""
 from __future__ import annotations
 
 import json
@@ -19,16 +19,17 @@ from engine.sampling import Sampling
 from llm import LLM, as_json, joint_speed, summary
 from tokens.tokenizer import Tokenizer
 
-MAX_TREES = 5  # kinds of trees that are named
+MAX_LISTED_TREES = 5  # tree shapes listed by --stats, most frequent first
 
 
 def answer(
     o, llm: LLM, prompts: list[str | list[int]], ids: list[list[int]], samplings: list[Sampling],
     show: Callable,
 ) -> int:
-    """Decode and print. Returns the exit status: 130 when interrupted.
+    """Decode and print all prompts. Returns the exit status, 130 after Ctrl-C.
 
-    show: prints the events of one request. Raises ValueError if a request fails.
+    o: options of generate.py. ids: encoded prompts. show: print the events of a request.
+    Raises ValueError if a request fails.
     """
     engine, ranks = llm.engine, llm.target.model.ranks
     requests, printed, status, in_order = [], 0, 0, o.json or len(ids) > 1
@@ -37,9 +38,9 @@ def answer(
 
     def print_one(i: int) -> None:
         if o.json:
-            of_prompt = partial(as_json, prompt=prompts[i], ranks=ranks.count if ranks else 1)
-            more = comparison.row(i, of_prompt) if comparison else {}
-            print(json.dumps(of_prompt(requests[i]) | more), flush=True)
+            to_json = partial(as_json, prompt=prompts[i], ranks=ranks.count if ranks else 1)
+            more = comparison.row(i, to_json) if comparison else {}
+            print(json.dumps(to_json(requests[i]) | more), flush=True)
         elif len(ids) > 1:
             text = as_text(requests[i], engine.tokenizer)
             print(f"--- {i + 1}, seed {samplings[i].seed} ---\n{text}", flush=True)
@@ -61,7 +62,7 @@ def answer(
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        log_stderr(figures(requests, engine, o.stats, not comparison))
+        log_stderr(format_stats(requests, engine, o.stats, not comparison))
         if comparison and comparison.runs:
             log_stderr(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):
@@ -73,12 +74,15 @@ def answer(
 
 
 def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
-    """Return the text of a request, or its token ids where there is no tokenizer."""
+    """Return the text of a request, or its comma-separated token ids without a tokenizer."""
     return request.text if tokenizer else ",".join(map(str, request.ids))
 
 
-def figures(requests: list[Request], engine: Engine, full: bool, estimate: bool = True) -> str:
-    """Return a line about requests that were decoded together, or several if `full`. See `llm.summary`."""
+def format_stats(requests: list[Request], engine: Engine, full: bool, estimate: bool = True) -> str:
+    """Format statistics of requests of one batch: `llm.summary`, and more lines if `full`.
+
+    estimate: see `llm.summary`.
+    """
     seconds, _ = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
     drafts = bool(lengths) and engine.drafter.shape.nodes > 1
@@ -86,7 +90,7 @@ def figures(requests: list[Request], engine: Engine, full: bool, estimate: bool 
     if not full:
         return line
     used = sum((r.trees for r in requests), Counter())
-    common = dict(used.most_common(MAX_TREES))
+    common = dict(used.most_common(MAX_LISTED_TREES))
     if others := used.total() - sum(common.values()):
         common["others"] = others
     trees = ", ".join(f"{n} x {name}" for name, n in common.items())
@@ -103,7 +107,7 @@ def figures(requests: list[Request], engine: Engine, full: bool, estimate: bool 
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes used so far: by the device's allocator on CUDA, by the process elsewhere."""
+    """Return peak memory in bytes: of the CUDA allocator, or the resident set size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""generate.py --trace: write every draft tree and accepted path of one request."""
+"""generate.py --trace: write the draft tree and accepted path of every step to a safetensors file."""
 from __future__ import annotations
 
 import os
@@ -25,16 +25,18 @@ def check(path: str, sequences: int) -> None:
 class Trace:
     """Records the draft tree and the accepted path of every step of one request.
 
-    Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the
-    root's is 0), `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for
-    all, `prompt` [P] and `output_ids` [P + new].
+    Tensors of step NNN, named NNN.name:
+    input_ids [N+1]: committed tokens and the root. draft_tokens [T]: tokens of the nodes, root first.
+    parent [T]: parent indices, 0 for the root. tree_mask [T, T] bool: ancestors of each node. depth [T].
+    accepted [A]: indices of the accepted nodes, root first.
+    Tensors of the request: prompt [P], output_ids [P + new]: prompt and answer.
     """
 
     def __init__(self, prompt: list[int], shape: TreeShape):
         self.shape, self.tensors, self.steps, self.tokens = shape, {}, 0, list(prompt)
 
     def watch(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Record the steps of a watched request, and yield its events."""
+        """Record the steps of a request (with `watch=True`) and pass its events through."""
         for event in events:
             if event.draft:
                 parent = torch.tensor([event.draft.parent])

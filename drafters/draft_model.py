@@ -1,7 +1,8 @@
-"""Drafting with a smaller model of the same vocabulary (SpS).
+"""Draft with a smaller language model that shares the target's tokenizer.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318. It drafts the dynamic tree of EAGLE-2 or, with
-width 1, a chain. With coupled drafting it samples with the target's noise, which maximizes agreement.
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The draft is EAGLE-2's dynamic tree, or a
+chain if the width is 1. Coupled drafting reuses the target's Gumbel noise, so that both models tend to sample
+the same token.
 """
 from __future__ import annotations
 
@@ -22,18 +23,15 @@ from tree import TreeShape, gather_tokens
 
 
 class DraftModel(NetworkDrafter):
-    """A second target, `model`, that reads the committed tokens and the root.
-
-    Arguments and errors are those of `NetworkDrafter`.
-    """
+    """Draft with a `Transformer` that has its own KV cache. Arguments and errors: see `NetworkDrafter`."""
 
     read_ahead, resizable = 1, True
     max_trees = TreeShape(20, 15, 2), TreeShape(16, 7, 2)
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
-        if model.is_recurrent:  # passes over drafted tokens would advance its state
-            raise InputError("--draft: a model with gated delta nets cannot draft for another one yet")
+        if model.is_recurrent:  # its state cannot be rolled back after rejected drafts
+            raise InputError("--draft: models with gated delta nets cannot draft for another model yet")
         self.model = model
 
     @property
@@ -55,7 +53,7 @@ class DraftModel(NetworkDrafter):
         return gather_tokens(h, last_unread(state, h.shape[1]))
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
-        # Its acceptance is higher than a head's, and falls less with depth.
+        # Acceptance is higher than a head's and falls less with depth, hence a larger gain per child.
         return costs.expand(scores, self.shape.width, child_gain=0.8, above=level + 1)
 
     def _forward(
@@ -65,15 +63,15 @@ class DraftModel(NetworkDrafter):
 
 
 def load_drafter(setup: DrafterSetup) -> tuple[Transformer, dict]:
-    """Load the converted model of --draft -> (model, its config.json).
+    """Load the model of --draft. Returns (model, its config.json).
 
-    Raises InputError for another vocabulary, a too short context or an unfit tree.
+    Raises InputError if the vocabularies differ, the context is too short, or --tree is static.
     """
     folder, target = setup.folder, setup.target
     if not isinstance(setup.tree, TreeShape):
         raise InputError("--speculate draft-model: --tree must be auto, paper or nodes,depth,width")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
-    # Padding of the vocabulary may differ.
+    # Vocabularies padded to different sizes are allowed if the tokenizers agree, checked below.
     if own["vocab_size"] != vocab_size and (target.ranks or not setup.tokenizer):
         raise InputError(f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {vocab_size}")
     if own["max_seq_len"] < setup.max_seq_len:
@@ -96,17 +94,20 @@ def load_drafter(setup: DrafterSetup) -> tuple[Transformer, dict]:
 
 
 def resize_vocabulary(model: Transformer, size: int) -> None:
-    """Resize the vocabulary of a model: cut padding, or repeat the last row."""
+    """Cut or pad (with copies of the last row) embedding and lm_head to `size` rows, in place."""
     rows = torch.arange(size).clamp(max=model.args.vocab_size - 1)
     for layer in filter(None, (model.embed, model.lm_head) if size != model.args.vocab_size else ()):
-        for tensor in layer.parameters():
-            # Indexing does not support fp8, so its bytes are indexed.
-            chosen = tensor.data.view(torch.uint8)[rows.to(tensor.device)]
-            tensor.data = chosen.view(tensor.dtype)
+        for name, tensor in layer.named_parameters():
+            if name != "order":  # of inputs; the others have a row for each id
+                # PyTorch cannot index fp8 tensors: index their bytes.
+                resized = tensor.data.view(torch.uint8)[rows.to(tensor.device)]
+                tensor.data = resized.view(tensor.dtype)
+        if hasattr(layer, "outputs"):  # a quantized one
+            layer.outputs = size
     model.args = replace(model.args, vocab_size=size)
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether every id has the same bytes, or the same control token, in both."""
-    sizes = one.vocab_size == other.vocab_size and one.control == other.control
-    return sizes and all(one.piece(i) == other.piece(i) for i in range(one.vocab_size))
+    """Return whether both tokenizers map every id to the same bytes or control token."""
+    same_layout = one.vocab_size == other.vocab_size and one.control == other.control
+    return same_layout and all(one.piece(i) == other.piece(i) for i in range(one.vocab_size))

@@ -4,16 +4,17 @@
     python -m drafters.ngram --checkpoint checkpoints/mine --out tokens.bin texts.jsonl more.txt
     python generate.py --checkpoint checkpoints/mine --speculate rest --datastore tokens.bin --prompt "..."
 
-Methods differ in what they search, last source first:
+Methods differ in what they search:
 
 lookup  the request's own tokens: prompt lookup (github.com/apoorvumang/prompt-lookup-decoding)
-suffix  also the last HISTORY_TOKENS of finished requests (suffix decoding, arXiv 2411.04975)
-rest    also a token file, int32 ids with SEPARATOR between texts (REST, arXiv 2311.08252)
+suffix  these and the last HISTORY_TOKENS tokens of finished requests (suffix decoding, arXiv 2411.04975)
+rest    these and a datastore: a file of int32 token ids, SEPARATOR after each text (REST, arXiv 2311.08252)
 
-The longest matches are drafted, then the latest, with one chain per distinct continuation. A token file is
-searched at MAX_HITS occurrences of its longest indexed n-gram. All of it runs on the device with static
-shapes. On a CPU a step without a likely match does not draft. On a GPU verifying the tree is nearly free, and
-testing for a match would cost a synchronization.
+Longer matches win. On a tie, the request's own tokens win over the history, the history over the datastore,
+and later positions over earlier ones. Each distinct next token gets one chain. A datastore is searched at up
+to MAX_HITS occurrences of the longest indexed n-gram that ends the request. Everything runs on the device
+with static shapes. On CPU, the cost model skips drafting if no match is likely to be accepted. On GPU,
+verifying the tree is nearly free and a check for a match would cost a synchronization, so it always drafts.
 """
 from __future__ import annotations
 
@@ -41,29 +42,29 @@ from tokens.tokenizer import Tokenizer
 from tree import Tree
 
 CHAIN_LENGTHS = (7, 3, 1)  # tokens of each chain, best match first: 12 nodes with the root
-MAX_MATCH_TOKENS = 4  # root included
-# Acceptance probability of the first token after a match, and of each later one given the ones before, by
-# tokens of the match. Measured on greedy answers of 1,200 conversations with SmolLM2-135M (script in git
-# history); entries below 2 tokens are not measured.
+MAX_MATCH_TOKENS = 4  # length of the matched n-gram, which ends with the root
+# Acceptance probability by match length: of the first token after the match, and of each later token given
+# that its parent was accepted. Measured with SmolLM2-135M on greedy answers to 1,200 conversations (script in
+# git history). Entries 0 and 1 are guesses.
 FIRST_ACCEPTANCE = (0.05, 0.15, 0.34, 0.43, 0.74)
 LATER_ACCEPTANCE = (0.50, 0.60, 0.70, 0.74, 0.90)
-SAMPLED_SCORE_FACTOR = 1.8  # of log-probabilities at temperature 1
+SAMPLED_SCORE_FACTOR = 1.8  # multiplies log-probabilities of drafts at temperature 1: fewer are accepted
 HISTORY_TOKENS = 32_768
 SEPARATOR = -1
-INDEXED_LENGTHS = (8, 4, 2)  # tokens of the indexed n-grams of a token file
-MAX_HITS = 64
+INDEXED_LENGTHS = (8, 4, 2)  # n of the n-grams indexed in a datastore
+MAX_HITS = 64  # occurrences per request that are searched in a datastore
 
 
-def hashes(tokens: Tensor, count: int) -> Tensor:
-    """Hash every n-gram of `count` tokens: [..., S] -> [..., S - count + 1] int32, at least 0."""
-    grams, found = tokens.unfold(-1, count, 1), 0
+def ngram_hashes(tokens: Tensor, count: int) -> Tensor:
+    """Hash every n-gram of `count` tokens: [..., S] -> [..., S - count + 1] non-negative int32."""
+    grams, key = tokens.unfold(-1, count, 1), 0
     for i in range(count):
-        found = (found * 0x21F0AAAD + grams[..., i].long()) & 0x7FFFFFFF
-    return found.int()
+        key = (key * 0x21F0AAAD + grams[..., i].long()) & 0x7FFFFFFF
+    return key.int()
 
 
 class TokenFile(nn.Module):
-    """An index of the n-grams of a token file [M] by hash, for each of INDEXED_LENGTHS."""
+    """Index a datastore (token ids [M]): n-gram keys, sorted, with their positions, per indexed n."""
 
     def __init__(self, tokens: Tensor):
         super().__init__()
@@ -71,23 +72,23 @@ class TokenFile(nn.Module):
         self.identity = f"{len(tokens)} {hashlib.sha256(sample).hexdigest()[:16]}"
         register_constants(self, tokens=tokens)
         for n in INDEXED_LENGTHS:
-            keys, starts = hashes(tokens, n).sort(stable=True)
+            keys, starts = ngram_hashes(tokens, n).sort(stable=True)
             register_constants(self, **{f"keys{n}": keys, f"starts{n}": starts.int()})
 
     def occurrences(self, texts: Tensor, length: Tensor, ahead: int) -> Tensor:
-        """Find the n-grams that end texts [B, S] at `length` [B] in the file.
+        """Find occurrences of the n-gram that ends each sequence of texts [B, S] at index `length` [B].
 
-        Returns at most MAX_HITS occurrences, each with the `ahead` tokens after it, concatenated: [B,
-        MAX_HITS * (INDEXED_LENGTHS[0] + ahead + 1)]. Those of the longest n-gram are evenly spread over the
-        file. The most frequent continuations are last.
+        Returns [B, MAX_HITS * (INDEXED_LENGTHS[0] + ahead + 1)]: per occurrence the context, `ahead` tokens
+        after it and a SEPARATOR. Longer n-grams go first; if there are more than MAX_HITS, an evenly spaced
+        sample. Sorted by agreement with the other continuations, most frequent last: later matches win ties.
         """
         hit, size = torch.arange(MAX_HITS, device=texts.device), INDEXED_LENGTHS[0]
         back = torch.arange(1 - size, 1, device=texts.device)
         context = texts.gather(1, (length[:, None] + back).clamp(min=0))
-        ends = hit.new_full((len(texts), MAX_HITS), -1)  # index of the occurrence's last token; -1: none
+        ends = hit.new_full((len(texts), MAX_HITS), -1)  # index of each occurrence's last token; -1: unused
         for n in INDEXED_LENGTHS:
             keys, starts = getattr(self, f"keys{n}"), getattr(self, f"starts{n}")
-            key = hashes(context[:, -n:], n)
+            key = ngram_hashes(context[:, -n:], n)
             first, after = torch.searchsorted(keys, key), torch.searchsorted(keys, key, right=True)
             count = torch.where(n <= length[:, None] + 1, after - first, 0)
             at = first + hit * count // count.clamp(1, MAX_HITS)
@@ -105,9 +106,10 @@ class TokenFile(nn.Module):
 
 
 class NGram(StaticDrafter):
-    """Draft continuations of the last n-gram, of `min_match` to `max_match` tokens.
+    """Draft the continuations of earlier occurrences of the last `min_match` to `max_match` tokens.
 
-    lengths: tokens of each chain of the tree. history: number of tokens of finished requests to keep.
+    lengths: depth of each chain of the static tree, best match first. history: number of tokens of finished
+    requests to keep. file: datastore.
     """
 
     sampled_score_factor = SAMPLED_SCORE_FACTOR
@@ -121,7 +123,7 @@ class NGram(StaticDrafter):
         self.lengths, self.min_match, self.max_match = tuple(lengths), min_match, max_match
         self.file, self.fingerprint = file, file.identity if file else ""
         register_constants(self, history=torch.full((1, history), SEPARATOR))
-        # The chain of each drafted node, and its distance from the match.
+        # Of each drafted node: the index of its chain and its depth (1: first token after the match).
         register_constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
         for name, table in (("first_scores", FIRST_ACCEPTANCE), ("later_scores", LATER_ACCEPTANCE)):
             probabilities = [table[min(n, len(table) - 1)] for n in range(max_match + 1)]
@@ -137,7 +139,7 @@ class NGram(StaticDrafter):
             self.history.copy_(torch.cat((self.history, new), 1)[:, -size:])
 
     def sources(self, state: State, slots: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return the tokens to search [B, S], the root's index [B], and the number of tokens before it."""
+        """Return (tokens to search [B, S], index of the root [B], S - 1: number of positions to match)."""
         count, found = slots.shape[0], []
         if self.file is not None:
             found.append(self.file.occurrences(state.tokens, state.length, max(self.lengths)))
@@ -156,10 +158,11 @@ class NGram(StaticDrafter):
         return self.static.with_tokens(*lookup(self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:
-        """Return the match length at each of the first `count` tokens [B, count].
+        """Return the match length at each of the first `count` positions [B, count].
 
-        It is the number of tokens up to there that equal the last ones up to `length` [B], at most
-        `max_match`. It is 0 from `length` on, and where no token follows.
+        The match length at position i is the number of tokens ending at i that equal the tokens ending at the
+        root (index `length` [B]), at most `max_match`. It is 0 at and after the root, and where no token
+        follows.
         """
         searched, follows = tokens[:, :count], tokens[:, 1 : count + 1]
         matched = torch.zeros_like(searched)
@@ -173,10 +176,10 @@ class NGram(StaticDrafter):
         return matched
 
     def lookup(self, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tree's tokens [B, T] and their log-probabilities given the parent [B, T].
+        """Return the tokens of the tree [B, T] and their log-probabilities given the parent [B, T].
 
-        The arguments are those that `sources` returns. Nodes without a match repeat the root, with
-        probability 0.
+        The arguments are the result of `sources`. Chains without a match repeat the root token with
+        log-probability -inf.
         """
         length = length[:, None]
         root, follows = tokens.gather(1, length), tokens[:, 1 : count + 1]
@@ -190,7 +193,7 @@ class NGram(StaticDrafter):
             live.append(best >= 0)
             score = torch.where(follows == follows.gather(1, at), -1, score)  # distinct first tokens
         starts, live = torch.cat(starts, 1)[:, self.chain], torch.cat(live, 1)[:, self.chain]  # [B, T-1]
-        # A match that overlaps its continuation: the repetition is continued.
+        # If the continuation reaches the root, the text is periodic: wrap around to continue the repetition.
         period = (length - starts).clamp(min=1)
         drafted = tokens.gather(1, starts + 1 + (self.ahead - 1) % period)
         live, matched = live & (drafted >= 0), matched.gather(1, starts)
@@ -201,38 +204,40 @@ class NGram(StaticDrafter):
 
 
 def build(setup: DrafterSetup) -> NGram:
-    """Build the drafter of a method. Raises InputError if --datastore is not a token file of this target."""
+    """Build the n-gram drafter of `setup.method`. Raises InputError on an invalid --datastore."""
     if setup.method == "lookup":
         return NGram()
     if setup.method == "suffix":
         return NGram(history=HISTORY_TOKENS)
     target = setup.target
-    tokens = open_tokens(Path(setup.options.flags["datastore"]), target.args.vocab_size)
+    tokens = open_datastore(Path(setup.options.flags["datastore"]), target.args.vocab_size)
     file = TokenFile(tokens.to(target.embed.device))
     return NGram(max_match=INDEXED_LENGTHS[0], history=HISTORY_TOKENS, file=file)
 
 
-# -- token files ----------------------------------------------------------------------------------
+# -- datastores -----------------------------------------------------------------------------------
 
 
-def open_tokens(path: Path, vocab_size: int) -> Tensor:
-    """Map a token file into memory [M]. Raises InputError if it is invalid, or of another vocabulary."""
+def open_datastore(path: Path, vocab_size: int) -> Tensor:
+    """Memory-map a datastore: [M] int32. Raises InputError if an id is beyond `vocab_size`."""
     count, rest = divmod(check_file(path), torch.int32.itemsize)
     if rest or not INDEXED_LENGTHS[0] <= count < 2**31:
-        raise InputError(f"--datastore {path}: is not a file of {INDEXED_LENGTHS[0]} to 2^31 int32 token"
+        raise InputError(f"--datastore {path}: is not a file of {INDEXED_LENGTHS[0]} to 2^31 - 1 int32 token"
                          " ids; write one with python -m drafters.ngram")
     tokens = torch.from_file(str(path), shared=False, size=count, dtype=torch.int32)
     low, high = map(int, tokens.aminmax())
     if low < SEPARATOR or high >= vocab_size:
-        raise InputError(f"--datastore {path}: has the id {high if high >= vocab_size else low}, the target"
-                         f" has 0 to {vocab_size - 1}; write the file with this target's tokenizer")
+        raise InputError(f"--datastore {path}: token id {high if high >= vocab_size else low} is outside the"
+                         f" target's vocabulary 0..{vocab_size - 1}; write the file with this target's"
+                         " tokenizer")
     return tokens
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield the token ids of every text of a file.
+    """Yield the token ids of each text in a file.
 
-    The file is one text, or JSON lines: conversations, prompts, "text", or token "ids".
+    A .json or .jsonl file has one conversation, prompt, "text" or token "ids" per line. Any other file is one
+    text.
     """
     if path.suffix.lower() not in (".jsonl", ".json"):
         yield tokenizer.encode(read_text(path))
@@ -242,23 +247,23 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
             if not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
                 raise InputError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
             yield row["ids"]
-        elif row.keys() != {"left_out"}:  # training shards count rows without text
+        elif row.keys() != {"left_out"}:  # {"left_out": n} in a training shard: n rows were skipped
             yield from map(tokenizer.encode, row_texts(where, row))
 
 
 def parser() -> Options:
-    """Declare the options."""
+    """Build the argument parser."""
     p = Options("Write the tokens of texts to a file for --speculate rest --datastore FILE.",
                 prog="python -m drafters.ngram")
     p.add_checkpoint("converted target whose tokenizer is used")
-    p.add_argument("--out", required=True, metavar="FILE", help="token file, which is replaced")
+    p.add_argument("--out", required=True, metavar="FILE", help="output file (overwritten)")
     p.add_argument("files", nargs="+",
                    help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)')
     return p
 
 
 def run(o: argparse.Namespace) -> None:
-    """Write the token file. Raises InputError and OSError on bad input."""
+    """Tokenize the files and write the datastore. Raises InputError and OSError."""
     read_config(o.checkpoint, "target")
     tokenizer, count = Tokenizer.load(o.checkpoint), 0
     if tokenizer is None:

@@ -1,1 +1,1 @@
-"""Parts of evaluate.py: question sets, methods, answers, losslessness, the table, pictures."""
+"""Modules of evaluate.py: question sets, methods, answers, losslessness check, results table."""

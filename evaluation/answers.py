@@ -1,4 +1,4 @@
-"""Question sets, answers, and their folder."""
+"""Question sets, and the folder that stores answers."""
 from __future__ import annotations
 
 import json
@@ -16,14 +16,14 @@ from common.writing import digest, write_text, writing
 from tokens.dataset import read_questions
 
 BUILTIN_QUESTIONS = Path(__file__).resolve().parent / "questions"
-MEAN = "mean"  # a row of the table: the mean over all sets
-PLAIN = "none"  # the method without drafting
-# Our questions that --sets takes for those of the papers, which we do not ship.
+MEAN = "mean"  # set name of the table row with the mean over all sets
+PLAIN = "none"  # --speculate name of plain decoding
+# Papers' question sets, which we do not ship -> our own set that --sets uses instead.
 STAND_INS = {"mt_bench": "writing", "humaneval": "code", "gsm8k": "math", "sum": "summary"}
-OPTIONS_FILE = "options.json"  # of the first run
+OPTIONS_FILE = "options.json"  # options of all runs in this folder
 ADVICE = "delete it, or choose another --out"
 Seconds = number(0, 1e9)
-Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file inside a folder of ours
+Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # a safe file name
 
 
 def read_sets(
@@ -32,10 +32,9 @@ def read_sets(
 ) -> dict[str, list[dict]]:
     """Read the questions of a file, of a folder of files, or (None) the built-in ones, by set.
 
-    A file names its set. SET/question.jsonl, the layout of EAGLE's and Spec-Bench's data, is named by its
-    folder. limit: maximum number of questions per set. names: of the sets to read, comma-separated (None:
-    all). log: gets a line about a stand-in. Raises InputError if there are none, or if names or ids are not
-    unique.
+    A set has the name of its file, or for SET/question.jsonl (EAGLE, Spec-Bench) of its folder. limit:
+    maximum questions per set. names: sets to read, comma-separated; None: all. log: called if STAND_INS
+    apply. Raises InputError if no files or sets are found, or if set names or question ids are not unique.
     """
     source = Path(path) if path else BUILTIN_QUESTIONS
     files = [source]
@@ -47,14 +46,14 @@ def read_sets(
     for file in files:
         name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
         if name == MEAN or name in sets:
-            raise InputError(f"{file}: a set cannot be named {name} (the table's own, or taken); rename it")
+            raise InputError(f"{file}: the set name {name} is reserved or used twice; rename the file")
         sets[name] = QUESTIONS.require(read_questions(file)[:limit], file)
         if len({question["question_id"] for question in sets[name]}) < len(sets[name]):
-            raise InputError(f"{file}: a question_id is there twice (rows without one are numbered from 0)")
+            raise InputError(f"{file}: duplicate question_id (rows without one are numbered from 0)")
     chosen = names.split(",") if names else [*sets]
     for name, ours in STAND_INS.items() if not path else ():
         if name in chosen:
-            log(f"--sets {name}: asking our own questions ({ours}); for those of {name} add --questions FILE")
+            log(f"--sets {name}: using our own questions ({ours}); for the originals add --questions FILE")
             chosen = [ours if one == name else one for one in chosen]
     for name in {*chosen} - {*sets}:
         known = sets if path else [*sets, *STAND_INS]
@@ -63,8 +62,8 @@ def read_sets(
     return {name: sets[name] for name in chosen}
 
 
-def rotated(items: Iterable, turn: int) -> list:
-    """Return the items rotated left by `turn`."""
+def rotate_left(items: Iterable, turn: int) -> list:
+    """Rotate the items left by `turn` positions."""
     items = [*items]
     first = turn % len(items)
     return items[first:] + items[:first]
@@ -78,11 +77,11 @@ QUESTIONS = Schema(list[TypedDict("Question", {"question_id": Id, "category": Te
 class Turn:
     """The answer to one user turn.
 
-    prefill_seconds: from the question to the first token. Later turns of a conversation have a cached prefix.
+    prefill_seconds: time to first token; later turns reuse the cached prefix of the conversation.
     """
 
     prompt: list[Whole]  # token ids
-    ids: list[Whole]  # of the answer
+    ids: list[Whole]  # token ids of the answer
     text: text(1 << 26)
     finish: Text  # see `engine.request.Finish`
     prefill_seconds: Seconds
@@ -100,22 +99,22 @@ class Answer:
     method: Name
     temperature: number(0, 1e6)
     seed: whole(-(2**63), 2**64 - 1)
-    asked: Text  # `digest` of the question and of what answered it
+    asked: Text  # digest of the question's turns and the identity of the method, see `Contender`
     turns: list[Turn]
 
     @property
     def key(self) -> tuple[str, int | str, str, float]:
-        """The key of an answer, unique in a folder."""
+        """Unique key in an answers folder."""
         return self.set, self.question, self.method, self.temperature
 
     @property
     def tokens(self) -> int:
-        """Tokens decoded in `seconds`: without the first token of each turn."""
+        """Number of decoded tokens, without the first token of each turn, which is prefill."""
         return sum(max(0, len(t.ids) - 1) for t in self.turns)
 
     @property
     def seconds(self) -> float:
-        """Time of decoding, without prefill."""
+        """Decode time, without prefill."""
         return sum(t.seconds for t in self.turns)
 
     @property
@@ -125,13 +124,13 @@ class Answer:
 
     @classmethod
     def read(cls, line: bytes, where: str) -> Answer:
-        """Read a line of answers.jsonl. Raises InputError, starting with `where`, if it is damaged."""
+        """Parse a line of answers.jsonl. Raises InputError that starts with `where`."""
         with named(where, ADVICE):
             return schema_of(cls).check(parse_json(line, where))
 
 
 def check_evaluation(folder: Path) -> None:
-    """Raise InputError if a folder holds something else than an evaluation.
+    """Raise InputError if a folder has files but is not an evaluation's.
 
     Hidden files are ignored: a killed run may leave a partial file.
     """
@@ -141,7 +140,7 @@ def check_evaluation(folder: Path) -> None:
 
 
 def check_options(folder: Path, options: dict) -> None:
-    """Raise InputError if a folder holds an evaluation with other options."""
+    """Raise InputError if the evaluation in a folder was made with other options."""
     first = read_json(folder / OPTIONS_FILE) if (folder / OPTIONS_FILE).exists() else options
     if other := sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n)):
         raise InputError(f"{folder}: holds answers made with other options ({', '.join(other)});"
@@ -160,7 +159,7 @@ class AnswerStore:
         self.folder, self.path = folder, folder / "answers.jsonl"
         write_text(folder / OPTIONS_FILE, json.dumps(options, indent=1) + "\n")
         content = self.path.read_bytes() if self.path.exists() else b""
-        *lines, _ = content.split(b"\n")  # a killed run may leave an incomplete line
+        *lines, _ = content.split(b"\n")  # drop an incomplete last line of a killed run
         answers = (Answer.read(line, f"{self.path}: line {i}") for i, line in enumerate(lines, 1))
         self.answers = {answer.key: answer for answer in answers}
         self._write()
@@ -171,12 +170,12 @@ class AnswerStore:
     def find(
         self, set_name: str, question: dict, method: str, temperature: float, identity: str
     ) -> Answer | None:
-        """Return the answer to this question by a method of this identity, None if there is none."""
+        """Return the stored answer, or None if there is none or the question or method has changed."""
         answer = self.answers.get((set_name, question["question_id"], method, temperature))
         return answer if answer and answer.asked == digest(question["turns"], identity) else None
 
-    def forget(self, set_name: str, question: dict, temperature: float) -> None:
-        """Drop the answers of all methods to a question: only answers of the same round are compared."""
+    def drop_answers(self, set_name: str, question: dict, temperature: float) -> None:
+        """Drop all methods' answers to a question: timings are only comparable within one round."""
         key = set_name, question["question_id"], temperature
         others = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != key}
         if len(others) < len(self.answers):
@@ -184,7 +183,7 @@ class AnswerStore:
             self._write()
 
     def add(self, answer: Answer) -> None:
-        """Store an answer."""
+        """Append an answer to answers.jsonl."""
         self.answers[answer.key] = answer
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")

@@ -1,8 +1,8 @@
-"""Losslessness: speculative text equals plain text, except for near ties.
+"""Losslessness check: speculative output equals plain output, except for rounding.
 
-On our batch-invariant CPU kernels, texts must be equal in any dtype. Elsewhere results depend on the batch
-shape, and nearly equal logits may change order. The first difference of a text is scored again in float32 and
-is a tie if the logits of the two tokens differ by at most `bound`. Text after a difference is not compared.
+With the batch-invariant CPU kernels, outputs must be identical in any dtype. Elsewhere logits depend on the
+batch shape, and a different token may win a near tie. The first token that differs is rescored in float32: it
+is a tie if the logits of both tokens differ by at most `bound`. Later tokens are not compared.
 """
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from kernels.tp import Ranks
 from model import Transformer
 from tokens.tokenizer import common_prefix
 
-# Largest rounding error of a logit, relative to the largest logit: twice the epsilon of the dtype. Measured
-# errors are a tenth of it.
+# Assumed maximum rounding error of a logit, relative to the largest logit. Measured errors are a tenth of it.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-# Modes that round activations, and fp8 caches: small differences may lead to the next quantized value.
+# Modes that quantize activations, and fp8 KV caches: a tiny difference may round to the next quantized value.
 QUANTIZED_TOLERANCE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5, "stored": 2**-5}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an answer is not the plain one."""
+    """The first token at which an answer differs from the plain answer."""
 
     set: str
     question: int | str
@@ -36,14 +35,14 @@ class Difference:
     temperature: float
     turn: int
     token: int  # index in the turn's answer
-    plain: int  # the token id of each; -1 after the last one
-    other: int
-    gap: float  # lead of the plain token's logit in float32
-    bound: float  # largest gap that rounding explains
+    plain: int  # token id of plain decoding; -1: the answer has ended
+    other: int  # token id of the method; -1: the answer has ended
+    gap: float  # float32 logit of `plain` - logit of `other`
+    bound: float  # maximum gap attributed to rounding
 
     @property
     def tie(self) -> bool:
-        """True if rounding explains the difference."""
+        """Whether the difference is within rounding error."""
         return abs(self.gap) <= self.bound
 
 
@@ -57,19 +56,19 @@ def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
 
 
 class Judge:
-    """Scores differences with the target in float32, loaded at the first difference.
+    """Rescore differences with the target in float32, which is loaded at the first difference.
 
-    It is loaded on the CPU if the device has no memory left.
+    Falls back to the CPU if the device is out of memory.
     """
 
     def __init__(
         self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
         ranks: Ranks | None = None, kv: str = "auto",
     ):
-        """dtype, device, kv: of the engines that answered, see `engine.runtime.Runtime`.
+        """Set the tolerance for the engines' dtype, device and kv (see `engine.runtime.Runtime`).
 
-        exact: the kernels are batch-invariant, so no difference is a tie. ranks: of a sharded target; all
-        score the same texts.
+        exact: kernels are batch-invariant, so no difference is a tie. ranks: of a sharded target; all ranks
+        must call `difference` with the same answers.
         """
         self.checkpoint, self.device, self.ranks = checkpoint, device, ranks
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
@@ -79,7 +78,7 @@ class Judge:
 
     @torch.no_grad()
     def difference(self, plain: Answer, other: Answer) -> Difference | None:
-        """Return the first difference from the plain answer with the same seed, None if equal."""
+        """Return the first difference from the plain answer to the same question and seed, or None."""
         found = first_difference(plain, other)
         if found is None:
             return None
@@ -87,7 +86,7 @@ class Judge:
         a, b = plain.turns[turn], other.turns[turn]
         ids = [t.ids[token] if token < len(t.ids) else -1 for t in (a, b)]
         where = plain.set, plain.question, other.method, plain.temperature, turn, token, *ids
-        if -1 in ids:  # one text ended early: not a rounding error
+        if -1 in ids:  # one answer is a prefix of the other: never a tie
             return Difference(*where, gap=float("inf"), bound=0.0)
         logits = self._logits(a.prompt + a.ids[:token])
         bound = self.tolerance * float(logits.abs().max())
@@ -98,7 +97,7 @@ class Judge:
         return Difference(*where, gap=float(logits[ids[0]] - logits[ids[1]]), bound=bound)
 
     def _logits(self, prefix: list[int]) -> torch.Tensor:
-        """Return the float32 logits [V] after these tokens."""
+        """Return the float32 logits [V] of the token after `prefix`."""
         if self._target is None:
             try:
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32, self.ranks)

@@ -1,4 +1,4 @@
-"""The methods under comparison: plain decoding and those of --speculate."""
+"""Build and run the methods that are compared: plain decoding and those of --speculate."""
 from __future__ import annotations
 
 import argparse
@@ -19,9 +19,9 @@ from tokens.tokenizer import PromptTooLong
 
 
 def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
-    """Parse the METHOD=VALUE settings of a flag, by method.
+    """Parse the values [METHOD=]VALUE of a flag into {method: value}.
 
-    METHOD may be omitted if only one drafts. Raises InputError on an unknown method.
+    METHOD may be omitted if there is only one drafting method. Raises InputError on an unknown method.
     """
     drafting = [name for name in methods if name != PLAIN]
     settings = {}
@@ -29,7 +29,7 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
         name, separator, setting = value.partition("=")
         if not separator:
             if len(drafting) != 1:
-                raise InputError(f"{flag} {value}: several methods; write {flag} METHOD={value}")
+                raise InputError(f"{flag} {value}: with several methods, write {flag} METHOD={value}")
             name, setting = drafting[0], value
         if name not in drafting:
             raise InputError(f"{flag} {value}: {name} is not one of {', '.join(drafting)}")
@@ -56,7 +56,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
 
 
 class Contender(NamedTuple):
-    """A method under comparison. identity: a text that changes with any weight or option of it."""
+    """A method that is compared. identity: changes with any of its weights or options."""
 
     engine: Engine
     identity: str
@@ -65,7 +65,7 @@ class Contender(NamedTuple):
 def load_contenders(
     target: Target, draftings: dict[str, DraftOptions], max_seq_len: int | None
 ) -> dict[str, Contender]:
-    """Return an engine for each method, by name; they share the target.
+    """Build an engine for each method; all share the target. Returns them by method name.
 
     Raises InputError if the target has no tokenizer or chat template, or a drafter cannot be built;
     ValueError if memory is short.
@@ -73,7 +73,7 @@ def load_contenders(
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.has_template:
         raise InputError(
-            f"{target.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
+            f"{target.checkpoint}: evaluation needs a tokenizer with a chat template; this folder has none"
         )
     prompt_format = digest(tokenizer.template, target.config["stop_ids"])
     shared = f"{identity(target.model)} {prompt_format} {target.runtime.compile}"

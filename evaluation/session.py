@@ -1,4 +1,4 @@
-"""A run of evaluate.py: load the methods, ask the questions, compare the texts, write the table."""
+"""A run of evaluate.py: load methods, answer questions, check losslessness, write the table."""
 from __future__ import annotations
 
 import json
@@ -21,24 +21,24 @@ from engine.drafting import DraftOptions
 from engine.runtime import Runtime, step_of
 from engine.sampling import Sampling
 from engine.target import load_target
-from evaluation.answers import PLAIN, Answer, AnswerStore, check_options, rotated
+from evaluation.answers import PLAIN, Answer, AnswerStore, check_options, rotate_left
 from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
 from evaluation.table import format_table, summarize
 from kernels.tp import Ranks
 
-RECORD_VERSION = 2  # of the files in a folder; folders of other versions are rejected
-MAX_PRINTED_ERRORS = 10  # errors printed; differences.json has all of them
+RECORD_VERSION = 2  # format version of the output folder; other versions are rejected
+MAX_PRINTED_ERRORS = 10  # differences.json has all
 
 
 class Evaluation:
-    """The methods, the questions, and the answers so far."""
+    """State of a run: engines by method, question sets, stored answers."""
 
     def __init__(
         self, o, runtime: Runtime, draftings: dict[str, DraftOptions], sets: dict[str, list[dict]],
         log: Callable[[str], None], ranks: Ranks | None = None,
     ):
-        """Load the target and each method on it, as the options `o` of evaluate.py ask for.
+        """Load the target and the drafter of each method. o: options of evaluate.py.
 
         ranks: of a sharded target. Raises InputError, ValueError, OSError or RuntimeError.
         """
@@ -47,9 +47,9 @@ class Evaluation:
             check_draft(o.checkpoint, drafting)
         o.checkpoint = converted_folder(o.checkpoint, log)
         longest = read_config_if_converted(o.checkpoint, o.max_seq_len)["max_seq_len"]
-        # Independent of free memory, since a run may be resumed later.
+        # Do not choose it by free memory, as generate.py does: a resumed run must have the same.
         o.max_seq_len = o.max_seq_len or min(2048, longest)
-        options = {  # all that answers and figures depend on, beside methods and questions
+        options = {  # everything that answers and timings depend on, except methods and questions
             "figures": RECORD_VERSION, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
             "max_new_tokens": o.max_new_tokens, "max_seq_len": o.max_seq_len,
             "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv,
@@ -65,11 +65,11 @@ class Evaluation:
         table, exact = target.model.embed, step_of(target.model).batch_invariant
         self.judge = Judge(o.checkpoint, table.dtype, str(table.device), exact, ranks, o.kv)
         self.store = AnswerStore(Path(o.out), options)
-        if ranks:  # all ranks must have the same questions left
+        if ranks:  # all ranks must answer the same remaining questions
             ranks.check_equal(f"the answers so far, {sorted(map(repr, self.store.answers))}", table.device)
 
     def answer(self) -> None:
-        """Ask every question that a method has not answered yet."""
+        """Answer every question that lacks the answer of some method, with all methods."""
         todo = [
             (name, question, temperature, methods)
             for name, question, temperature, methods in self._rounds()
@@ -81,46 +81,45 @@ class Evaluation:
                 ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.o.seed))
         with tqdm(todo, desc="questions", unit="question", disable=not todo) as bar:
             for name, question, temperature, methods in bar:
-                self.store.forget(name, question, temperature)
+                self.store.drop_answers(name, question, temperature)
                 for method in methods:
                     self._ask(name, question, method, temperature)
 
     def _ask(self, name: str, question: dict, method: str, temperature: float) -> None:
-        """Ask one question of one method and store the answer."""
+        """Answer one question with one method and store the answer."""
         (engine, identity), number = self.contenders[method], question["question_id"]
         sampling = Sampling(self.o.max_new_tokens, temperature, seed=seed_of(self.o.seed, name, number))
         turns = ask(engine, question, sampling)
         if len(turns) < len(question["turns"]):
             self.log(
                 f"{name} question {number}: turn {len(turns) + 1} does not fit in {engine.max_seq_len} tokens"
-                + ("" if turns else "; the question is left out")
+                + ("" if turns else "; the question is skipped")
             )
         if turns:
             about = name, number, question["category"], method, temperature, sampling.seed
             self.store.add(Answer(*about, digest(question["turns"], identity), turns))
 
     def _rounds(self) -> Iterator[tuple[str, dict, float, list[str]]]:
-        """Yield (set, question, temperature, methods in the order of this round).
+        """Yield (set name, question, temperature, methods in the order of this round).
 
-        The sets take turns, so that an interrupted run has answers of all sets. The first method changes from
-        question to question.
+        Sets alternate, so that an interrupted run has answers of all sets. The order of the methods rotates
+        with the questions, so that thermal and load drift affects all of them.
         """
         for i in range(max(map(len, self.sets.values()))):
             for name, questions in self.sets.items():
                 for temperature in self.o.temperature if i < len(questions) else ():
-                    yield name, questions[i], temperature, rotated(self.contenders, i)
+                    yield name, questions[i], temperature, rotate_left(self.contenders, i)
 
     def _find(self, name: str, question: dict, method: str, temperature: float) -> Answer | None:
         return self.store.find(name, question, method, temperature, self.contenders[method].identity)
 
     def _answers(self) -> Iterator[Answer]:
-        """Yield the answers of this run's methods to its questions; the folder may hold others."""
+        """Yield the stored answers of this run's methods and questions; the folder may have others."""
         for name, question, temperature, methods in self._rounds():
             yield from filter(None, (self._find(name, question, method, temperature) for method in methods))
 
     def report(self) -> int:
-        """Write and print the figures so far. Returns the number of texts that differ by more than rounding.
-        """
+        """Write and print the results so far. Returns the number of answers that are not lossless."""
         answers = [*self._answers()]
         plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
         pairs = ((plain.get((a.set, a.question, a.temperature)), a) for a in answers)
@@ -132,20 +131,20 @@ class Evaluation:
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
         errors = [d for d in differences if not d.tie]
         for d in errors[:MAX_PRINTED_ERRORS]:
-            self.log(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
-                     f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
-                     f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")
+            self.log(f"error: {d.method} differs from plain decoding: {d.set} question {d.question},"
+                     f" temperature {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other}, plain:"
+                     f" {d.plain}; logit gap {d.gap:.4g}, tolerance {d.bound:.4g}")
         return len(errors)
 
     def _write_tables(self, rows: list[dict], differences: list[Difference], answered: int) -> None:
-        """Write the tables and the differences; print the table. answered: number of questions."""
+        """Write table.md, table.json and differences.json; print the table. answered: questions done."""
         out, rest = self.store.folder, ""
         if left := sum(map(len, self.sets.values())) - answered:
-            rest = f"{counted(left, 'question')} without an answer: not asked yet, or too long.\n"
+            rest = f"{counted(left, 'question')} without an answer: not run yet, or too long.\n"
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]
         write_text(out / "table.md", format_table(rows) + rest)
         write_text(out / "table.json", json.dumps(rows, indent=1) + "\n")
         write_text(out / "differences.json", json.dumps(listed, indent=1) + "\n")
-        print(format_table(rows) + rest + f"all figures: {out / 'table.json'}")
+        print(format_table(rows) + rest + f"details: {out / 'table.json'}")

@@ -1,4 +1,4 @@
-"""The papers' table: speedup over plain decoding and acceptance length, per question set and temperature."""
+"""Results table: speedup over plain decoding and acceptance length, per question set and temperature."""
 from __future__ import annotations
 
 import statistics
@@ -9,8 +9,8 @@ from evaluation.answers import MEAN, PLAIN, Answer
 from evaluation.lossless import Difference
 
 AVERAGED = ("tokens_per_second", "speedup", "speedup_total", "tau")
-MAX_NAME_CHARACTERS = 19  # characters of a method's or a set's name in the table
-BAR_COLUMNS = 60  # of a bar at four times the speed of plain decoding
+MAX_NAME_CHARACTERS = 19  # longer names of methods and sets are cut in the table
+BAR_COLUMNS = 60  # length of the bar of a 4x speedup, the maximum
 COLUMNS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
@@ -19,13 +19,15 @@ def summarize(
 ) -> list[dict]:
     """Return the rows of the table, one per temperature, method and set.
 
-    The set `mean` follows the sets of a method, with equal weights. Answers without a plain one are left out.
+    The sets of a method are followed by their unweighted mean, the set `mean`. Answers without a plain answer
+    are skipped.
 
-    `speedup`: median over the questions of the ratio of tokens per second to plain decoding, without prefill.
-    `speedup_total`: of the complete set. `tau`: tokens per step of the complete set, without each answer's
-    first token. All three are None if no answer has a second token. `seconds`, `prefill_seconds`: of the
-    complete set. `equal`: number of `questions` with the text of plain decoding; the others are `ties` or
-    `errors`.
+    speedup: median over the questions of tokens/s relative to plain decoding, without prefill.
+    speedup_total: total tokens/s of the set relative to plain decoding.
+    tau: mean tokens per step, without the first token of each turn.
+    These are None if no answer has a second token.
+    seconds, prefill_seconds: totals of the set.
+    equal: number of questions with the output of plain decoding; the others are ties or errors.
     """
     answers = sorted(answers, key=lambda a: a.temperature)
     plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
@@ -46,7 +48,7 @@ def summarize(
 
 
 def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Difference]) -> dict:
-    """Return the figures of one set. pairs: the answers of one method, each with the plain one."""
+    """Return the results of one set. pairs: (answer of the method, plain answer)."""
     timed = [(a, p) for a, p in pairs if a.tokens and a.seconds > 0 and p.tokens and p.seconds > 0]
     rate = speedup = speedup_total = None
     if timed:
@@ -66,7 +68,7 @@ def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Differenc
 
 
 def _mean(rows: list[dict]) -> dict:
-    """Return the row of the mean set: means of speeds and tau over the sets, sums of counts and seconds."""
+    """Return the row of the set `mean`: means of AVERAGED over the sets, sums of all else."""
     row = rows[0] | {"set": MEAN}
     for name in list(row)[3:]:  # after temperature, method, set
         known = [other[name] for other in rows if other[name] is not None]
@@ -75,21 +77,21 @@ def _mean(rows: list[dict]) -> dict:
 
 
 def format_table(rows: list[dict]) -> str:
-    """Format a table for each temperature, at most 100 characters wide: a line per method and set."""
+    """Format a Markdown table per temperature, at most 100 characters wide, and a bar chart."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
-        of_it = [row for row in rows if row["temperature"] == temperature]
-        if len({row["set"] for row in of_it}) == 2:  # one set is its own mean
-            of_it = [row for row in of_it if row["set"] != MEAN]
-        table = [COLUMNS, *map(_cells, of_it)]
+        group = [row for row in rows if row["temperature"] == temperature]
+        if len({row["set"] for row in group}) == 2:  # one set: its mean is redundant
+            group = [row for row in group if row["set"] != MEAN]
+        table = [COLUMNS, *map(_cells, group)]
         widths = [max(map(len, column)) for column in zip(*table)]
         table.insert(1, ["-" * width for width in widths])
-        lines += [f"Temperature {temperature:g}: speedup is the median over the questions, prompts apart", ""]
+        lines += [f"Temperature {temperature:g}: speedup is the median over questions, without prefill", ""]
         for cells in table:
             aligned = (c.rjust(w) if i > 1 else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths)))
             lines.append("| " + " | ".join(aligned) + " |")
-        for row in of_it:  # a bar for each method's mean, or its only set
-            if row["set"] == of_it[-1]["set"] and row["speedup"]:
+        for row in group:  # a bar for each method's mean, or its only set
+            if row["set"] == group[-1]["set"] and row["speedup"]:
                 length = min(BAR_COLUMNS, round(BAR_COLUMNS / 4 * row["speedup"]))
                 lines.append(f"{_cells(row)[0]:{MAX_NAME_CHARACTERS}} {'#' * length} {row['speedup']:.2f}×")
         lines.append("")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.stored import Kind, codes_of, fit, fit_groups, pack_values
+from kernels.stored import Kind, fit, fit_groups, pack_values, quantize_scales
 
 DAMPING = 0.1  # relative to the mean of H's diagonal
 PANEL_COLUMNS = 1024  # of a Hessian, computed together
@@ -24,7 +24,7 @@ UNIT_ROOM = 1.25  # times the units of the weight: rounding errors of earlier co
 def gptq(weight: Tensor, hessian: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize weight [N, K] with hessian x^T x [K, K] -> the weight as it is stored, its scale and codes.
 
-    Both arguments are float32 and finite. kind: one of `four_bits`.
+    Both arguments are float32 and finite. kind: one of `int4_kind`.
     """
     N, K = weight.shape
     group = kind.group
@@ -44,7 +44,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: Kind) -> tuple[Tensor, Tensor, T
         square, missing = factor[start:end, start:end], wanted[start:end] - exact[start:end]
         missing = torch.linalg.solve_triangular(square.t(), missing, upper=False, unitriangular=True)
         parts = (exact[start:end] + missing).t().contiguous()
-        of_group = codes_of(torch.stack(fit_groups(parts, importance[start:end]), 1), units)
+        of_group = quantize_scales(torch.stack(fit_groups(parts, importance[start:end]), 1), units)
         codes[..., start // group] = of_group[..., 0]
         scale, minimum = (of_group * units)[..., 0].unbind(1)
         inverse = torch.where(scale == 0, 1, scale).reciprocal_()

@@ -26,31 +26,39 @@ from torch import Tensor
 
 from common.errors import first_line
 from common.schema import Flag, InvalidValue, schema_of
-from kernels.stored import INTEGERS, Kind, fit, four_bits, restored, round_to, unpack_pairs
+from kernels.stored import (
+    INTEGERS,
+    Kind,
+    dequantize_stored,
+    fit,
+    int4_kind,
+    quantize_to_nearest,
+    unpack_pairs,
+)
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
-FOUR_BITS = ("int4", "w4a8")
-EMBED = "embed"  # the name of the embedding table, quantized only as its source stores it
-AS_STORED = "stored"  # the mode of a scheme whose layers have kinds of their own, see `kernels.stored`
-MXFP4, MXFP4_GROUP = "mxfp4", 32  # of experts only, read from files, never rounded to
-# The mode of the lm_head and of draft heads, which are more sensitive, if not the mode of the layers.
+INT4_MODES = ("int4", "w4a8")
+EMBED = "embed"  # name of the embedding module; quantized only if the source checkpoint quantizes it
+AS_STORED = "stored"  # mode of a `Scheme` with a `Kind` per layer, see `kernels.stored`
+MXFP4, MXFP4_GROUP = "mxfp4", 32  # experts only; read from checkpoints, we never quantize to it
+# Modes of lm_head and draft heads, which are more sensitive, where they differ from the layers' mode.
 LM_HEAD_MODES = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
 GROUPS = (32, 64, 128)
 
-ROUNDS_INPUTS = ("w8a8", *INTEGERS)  # to int8
-W8A8_GROUP = 64  # inputs that share a scale
+INT8_ACTIVATION_MODES = ("w8a8", *INTEGERS)  # to int8
+W8A8_GROUP = 64  # inputs of a token that share a dynamic scale
 ROUNDED = Kind("q8", 32)  # int8 in groups, for types that no kind holds exactly, and f8 on CPUs
 FP8_MAX = 448.0  # the largest e4m3 number
-CHUNK_VALUES = 1 << 19  # values rounded at a time: fewer calls, and results that fit a processor's cache
+CHUNK_VALUES = 1 << 19  # weights quantized per call: few calls, and intermediates fit in the CPU cache
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The quantization of a module's layers, `quantization` in a config.json.
+    """How the layers of a module are quantized: `quantization` in config.json.
 
-    mode: None if only experts are quantized. group: in int4 and w4a8, the inputs that share a scale. lm_head:
-    its mode; None: not quantized. experts: the mode of experts, if it differs. kinds: of layers as they are
-    stored, by their names; others are not quantized.
+    mode: of linear layers; None if only experts are quantized. group: group size of int4 and w4a8, else 0.
+    lm_head: its mode, None if not quantized. experts: mode of the experts, if it differs. kinds: with mode
+    "stored", layer name -> `Kind` as text; other layers are not quantized.
     """
 
     mode: Literal[(*MODES, AS_STORED)] | None
@@ -61,9 +69,9 @@ class Scheme:
 
     @classmethod
     def from_config(cls, quantization: dict) -> Scheme:
-        """Read the entry of a config.json. Raises InvalidValue, a ValueError, if it is invalid.
+        """Parse `quantization` of a config.json. Raises InvalidValue (a ValueError).
 
-        In older folders, lm_head is true, which means the mode of the layers, or false.
+        Older folders have a bool as lm_head: true means the mode of the layers.
         """
         schema_of(cls).check(quantization, "quantization")
         mode, group, lm_head, experts, kinds = (quantization.get(f.name) for f in fields(cls))
@@ -71,66 +79,66 @@ class Scheme:
             try:
                 Kind.parse(kind)
             except (ValueError, TypeError):
-                raise InvalidValue(f"quantization.kinds.{name}", kind, "a kind as q4-32-row-min") from None
+                raise InvalidValue(f"quantization.kinds.{name}", kind, "a kind like q4-32-row-min") from None
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
         if mode is None and (lm_head or not experts):
             raise InvalidValue("quantization.mode", mode, f"one of {', '.join(MODES)}")
-        if bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
-            groups, names = (" or ".join(map(str, words)) for words in (GROUPS, FOUR_BITS))
+        if bool({mode, lm_head} & {*INT4_MODES}) != bool(group):
+            groups, names = (" or ".join(map(str, words)) for words in (GROUPS, INT4_MODES))
             wanted = "0" if group else groups
-            expected = f"{wanted}: {names} has groups of inputs, others none"
+            expected = f"{wanted}: only {names} has a group size"
             raise InvalidValue("quantization.group", group, expected)
         return cls(mode, group, lm_head, experts, kinds)
 
     def to_config(self) -> dict:
-        """Return the entry of a config.json."""
+        """Return the value of `quantization` in config.json; inverse of `from_config`."""
         return {name: value for name, value in asdict(self).items()
                 if value is not None or name not in ("experts", "kinds")}
 
     def mode_of(self, name: str, is_experts: bool = False) -> str | Kind | None:
-        """Return the mode of a layer, as it is stored its `Kind`; None if it is not quantized."""
+        """Return the mode or `Kind` of a layer, None if it is not quantized."""
         if self.kinds and name in self.kinds:
             return Kind.parse(self.kinds[name])
         if is_experts and self.experts:
             return self.experts
         mode = self.lm_head if name == "lm_head" else None if name == EMBED else self.mode
-        if mode in FOUR_BITS:  # of an older folder
+        if mode in INT4_MODES:  # older folders have no `kinds`
             return Kind("q4", self.group)
         return None if mode == AS_STORED else mode
 
     def with_kinds(self, module: nn.Module) -> Scheme:
-        """Return the scheme to quantize a module with: 4-bit layers get kinds (`kernels.stored.four_bits`).
+        """Return the scheme with a `Kind` for every 4-bit layer of a module (`kernels.stored.int4_kind`).
 
         Raises InvalidValue if the group does not divide a layer's inputs.
         """
         inputs = {}
-        if self.mode in FOUR_BITS:
+        if self.mode in INT4_MODES:
             inputs = {name: module.get_submodule(name).in_features for name in linear_names(module)
                       if name != "lm_head"}
             stacks = {name: p.shape[-1] for name, p in module.named_parameters() if p.ndim == 3}
             inputs |= {} if self.experts else stacks
-        if self.lm_head in FOUR_BITS:
+        if self.lm_head in INT4_MODES:
             inputs["lm_head"] = module.embed.weight.shape[-1]
         for name, count in inputs.items():
             if count % self.group:
-                expected = f"a divisor of {count} inputs, of {name}"
+                expected = f"a divisor of the {count} inputs of {name}"
                 raise InvalidValue("quantization.group", self.group, expected)
-        kinds = dict.fromkeys(inputs, str(four_bits(self.group)))
+        kinds = dict.fromkeys(inputs, str(int4_kind(self.group)))
         if not kinds:
             return self
-        mode = AS_STORED if self.mode in FOUR_BITS else self.mode
+        mode = AS_STORED if self.mode in INT4_MODES else self.mode
         lm_head = None if "lm_head" in kinds else self.lm_head
         return Scheme(mode, 0, lm_head, self.experts, kinds)
 
 
-def scales_of(weight: Tensor, mode: str) -> Tensor:
-    """Return the scales [..., N, 1] float32 of weight [..., N, K] in 8 bits."""
+def rowwise_scales(weight: Tensor, mode: str) -> Tensor:
+    """Return the int8 or fp8 scale of each row of weight [..., N, K]: [..., N, 1] float32."""
     return weight.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MAX if mode == "fp8" else 127)
 
 
-def quantized_values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
-    """Return q of weight [..., N, K]: int8 or float8_e4m3fn."""
+def quantize_rowwise(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
+    """Quantize weight [..., N, K] to nearest: q [..., N, K], int8 or float8_e4m3fn."""
     units = weight.float() / scale
     return units.to(torch.float8_e4m3fn) if mode == "fp8" else units.round_().to(torch.int8)
 
@@ -138,19 +146,18 @@ def quantized_values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
 def round_groups(weight: Tensor, group: int = ROUNDED.group) -> tuple[Tensor, Tensor]:
     """Return q and scales [..., K/group] of weight [..., K] in int8 in groups of inputs."""
     groups = weight.unflatten(-1, (-1, group))
-    scale = scales_of(groups, "int8")
-    return quantized_values(groups, scale, "int8").flatten(-2), scale[..., 0]
+    scale = rowwise_scales(groups, "int8")
+    return quantize_rowwise(groups, scale, "int8").flatten(-2), scale[..., 0]
 
 
-def by_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split tensors [..., N, columns] into views with the same rows, of a weight about `CHUNK_VALUES` values.
-    """
+def split_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split tensors [..., N, columns] into views of the same rows, about CHUNK_VALUES weights each."""
     rows = max(1, CHUNK_VALUES // weight.shape[-1])
     return [*zip(*(x.flatten(0, -2).split(rows) for x in (weight, *others)))]
 
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [..., N, K] of a stored one and its scales."""
+    """Dequantize an int8, fp8 or MXFP4 weight: [..., N, K] in `dtype`. MXFP4 scales are uint8."""
     if scale.dtype == torch.uint8:
         values = e2m1(unpack_pairs(weight)).unflatten(-1, (-1, MXFP4_GROUP))
         return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
@@ -165,7 +172,7 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
-    """Round x [..., K] to int8 with one scale per `group` inputs, and return it in its own dtype."""
+    """Fake-quantize x [..., K] to int8, one dynamic scale per `group` inputs; the dtype is kept."""
     K = x.shape[-1]
     parts = F.pad(x.float(), (0, -K % group)).unflatten(-1, (-1, group))
     scale = parts.abs().amax(-1, keepdim=True) / 127
@@ -173,11 +180,11 @@ def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
 
 
-FP8_DEVICES: set[torch.device] = set()  # GPUs where `torch._scaled_mm` works, see `detect_fp8`
+FP8_DEVICES: set[torch.device] = set()  # filled by `detect_fp8`: GPUs on which torch._scaled_mm works
 
 
 def detect_fp8(device: torch.device, log: Callable[[str], None]) -> None:
-    """Try fp8 products on a GPU of compute capability 8.9 or later. Log why, if they fail."""
+    """Add a GPU to FP8_DEVICES if torch._scaled_mm works on it. Log the error if it should but does not."""
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     if torch.cuda.get_device_capability(device) < (8, 9):
@@ -189,14 +196,15 @@ def detect_fp8(device: torch.device, log: Callable[[str], None]) -> None:
             torch._scaled_mm(q, q.t(), *scales, out_dtype=dtype, use_fast_accum=True)
         FP8_DEVICES.add(device)
     except RuntimeError as e:
-        log(f"fp8 runs without tensor cores, which is slower ({first_line(e)})")
+        log(f"fp8 matmuls fall back to float32 without tensor cores ({first_line(e)})")
 
 
 class Quantized(nn.Module):
-    """A quantized weight [..., N, K] and its scales. Raises ValueError if the group does not divide K.
+    """Base class of modules with a quantized weight [..., N, K] and its scales.
 
-    mode: one of `MODES`, or the `Kind` of a stored one. group: the inputs that share a scale, 0: all.
-    restore: inverts the order in which a backend has stored weight and scales, if it has changed it.
+    mode: one of MODES, MXFP4, or a `Kind`. group: group size, 0 for one scale per row. restore: undoes the
+    backend's memory layout of (weight, scale), None if it has not changed them. Raises InvalidValue if the
+    group does not divide K.
     """
 
     restore: Callable[[Quantized, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -222,39 +230,39 @@ class Quantized(nn.Module):
             self.order = nn.Parameter(torch.empty(inputs, dtype=torch.int32), requires_grad=False)
 
     def round_inputs(self, x: Tensor) -> Tensor:
-        """Round x to int8 if this mode does."""
-        group = self.kind.rounded_inputs if self.kind else self.group or W8A8_GROUP
+        """Fake-quantize the activations x [..., K] if this mode quantizes them to int8."""
+        group = self.kind.rounded_inputs if self.kind else W8A8_GROUP
         if self.kind and self.kind.ordered:
             return round_inputs(x[..., self.order], group)[..., self.order.argsort()]
-        return round_inputs(x, group) if self.mode in ROUNDS_INPUTS else x
+        return round_inputs(x, group) if self.mode in INT8_ACTIVATION_MODES else x
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales, and the codes if there are any."""
+        """(scale,), or (scale, codes) for a `Kind` with codes."""
         return (self.scale, self.codes) if self.kind and self.kind.unit else (self.scale,)
 
     def fit(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return the scales, and the codes if there are any, to `round` a weight [..., N, K] with."""
-        fitted = [fit(self.kind, rows) if self.kind else (scales_of(rows, self.mode),)
-                  for rows, in by_rows(weight)]
+        """Compute `scales` for a weight [..., N, K], as arguments of `round`."""
+        fitted = [fit(self.kind, rows) if self.kind else (rowwise_scales(rows, self.mode),)
+                  for rows, in split_rows(weight)]
         return tuple(torch.cat(parts).unflatten(0, weight.shape[:-1]) for parts in zip(*fitted))
 
     def round(self, weight: Tensor, *scales: Tensor) -> Tensor:
-        """Return a weight [..., N, K] rounded as it is stored."""
+        """Quantize a weight [..., N, K] with these scales, packed like `self.weight`."""
         stored = torch.empty_like(self.weight, device=weight.device)
-        for rows, to, *of_rows in by_rows(weight, stored, *scales):
-            to.copy_(round_to(self.kind, rows, *of_rows) if self.kind
-                     else quantized_values(rows, *of_rows, self.mode))
+        for rows, to, *of_rows in split_rows(weight, stored, *scales):
+            to.copy_(quantize_to_nearest(self.kind, rows, *of_rows) if self.kind
+                     else quantize_rowwise(rows, *of_rows, self.mode))
         return stored
 
     def numbers(self, weight: Tensor, *scales: Tensor) -> Tensor:
-        """Return what a stored weight stands for [..., K], float32."""
+        """Dequantize rows of a weight in this module's format: float32 [..., K]."""
         if self.kind:
-            return restored(self.kind, weight, *scales)
+            return dequantize_stored(self.kind, weight, *scales)
         return dequantize(weight, *scales, torch.float32)
 
     def dequantize(self, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
-        """Return the weight [..., N, K], or of a stack [E, N, K] the matrices of experts `index` [...]."""
+        """Dequantize the weight, or only the rows or experts `index` [...] of its first dimension."""
         weight, scale = self.weight, self.scale
         if self.kind:
             if self.restore is not None:
@@ -262,7 +270,7 @@ class Quantized(nn.Module):
             stored = (x if index is None else x[index] for x in (weight, *self.scales))
             exact = self.numbers(*stored).to(dtype)
             return exact[..., self.order.argsort()] if self.kind.ordered else exact
-        if index is not None:  # indexing does not support fp8, so its bytes are indexed
+        if index is not None:  # PyTorch cannot index fp8 tensors: index their bytes
             weight, scale = weight.view(torch.uint8)[index].view(weight.dtype), scale[index]
         if self.restore is not None:
             weight, scale = self.restore(self, weight, scale)
@@ -276,7 +284,7 @@ def in_integers(weight: Quantized) -> Quantized:
     kind = ROUNDED._replace(group=min(ROUNDED.group, weight.group))
     rounded = Quantized((*weight.weight.shape[:-1], weight.inputs), kind)
     tensors = weight.weight, weight.scale, rounded.weight, rounded.scale
-    for stored, scale, q, to in by_rows(*tensors):
+    for stored, scale, q, to in split_rows(*tensors):
         for out, found in zip((q, to), round_groups(weight.numbers(stored, scale), kind.group)):
             out.copy_(found)
     return rounded
@@ -298,7 +306,7 @@ class QuantizedLinear(Quantized):
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, mode: str | Kind) -> QuantizedLinear:
-        """Quantize a weight [N, K]. mode: of 8 bits, or a kind with `four_bits`."""
+        """Quantize a weight [N, K] to nearest. mode: int8, w8a8, fp8 or a `int4_kind` kind."""
         layer = cls(weight.shape[1], weight.shape[0], False, mode)
         for parameter, fitted in zip(layer.scales, layer.fit(weight)):
             parameter.data = fitted
@@ -307,11 +315,11 @@ class QuantizedLinear(Quantized):
         return layer
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's dtype, rounded before `residual` [..., N] is added."""
+        """Return x [..., K] @ W^T + bias, rounded to x's dtype, plus residual: [..., N]."""
         return (self.fused or QuantizedLinear.product)(self, x, residual, False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the same in float32, for an lm_head: on a GPU without rounding to x's dtype first."""
+        """Return `forward` in float32, for an lm_head. Kernels do not round to x's dtype in between."""
         return (self.fused or QuantizedLinear.product)(self, x, None, True)
 
     def product(self, x: Tensor, residual: Tensor | None, float32: bool) -> Tensor:
@@ -326,8 +334,8 @@ class QuantizedLinear(Quantized):
 
     def _fp8_product(self, x: Tensor, float32: bool) -> Tensor:
         tokens = x.flatten(0, -2)
-        scale = scales_of(tokens, "fp8")
-        q = quantized_values(tokens, scale, "fp8")
+        scale = rowwise_scales(tokens, "fp8")
+        q = quantize_rowwise(tokens, scale, "fp8")
         on_tensor_cores = x.device in FP8_DEVICES and all(n % 16 == 0 for n in self.weight.shape)
         multiply = partial(torch._scaled_mm, q, self.weight.t(), use_fast_accum=True)
         if on_tensor_cores and x.dtype == torch.bfloat16 and not float32:
@@ -342,28 +350,28 @@ class QuantizedLinear(Quantized):
 
 
 class QuantizedEmbedding(QuantizedLinear):
-    """An embedding table as its source stores it, which is the lm_head too if the two are tied.
+    """A quantized embedding table [V, H], also the lm_head if they are tied.
 
-    like: a module without quantized weights, whose dtype embeddings have.
+    like: an unquantized module that gives the dtype of the embeddings.
     """
 
     dtype, device = property(attrgetter("like.weight.dtype")), property(attrgetter("weight.device"))
 
     def __init__(self, like: nn.Module, *layer):
         super().__init__(*layer)
-        object.__setattr__(self, "like", like)  # no child of this module
+        object.__setattr__(self, "like", like)  # do not register it as a submodule
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> their embeddings [..., H]."""
+        """Return the embeddings [..., H] of tokens [...]."""
         return self.dequantize(self.dtype, tokens)
 
 
 class QuantizedStack(Quantized):
-    """The matrices of all E experts of a mixture [E, N, K]. In fp8 only weights are rounded, not inputs."""
+    """Stacked weights of E experts [E, N, K]. fp8 is weight-only here."""
 
 
 def linear_names(module: nn.Module) -> list[str]:
-    """Return the names of linear layers that may be quantized: not the routers of experts."""
+    """Return the names of all linear layers except MoE routers, which are never quantized."""
     return [name for name, child in module.named_modules()
             if isinstance(child, nn.Linear) and not name.endswith("router")]
 
@@ -374,7 +382,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def replace_linears(module: nn.Module, scheme: Scheme) -> None:
-    """Replace linear layers and stacks of experts by empty quantized ones.
+    """Replace linear layers and stacked experts by uninitialized quantized modules, to load weights into.
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
@@ -402,9 +410,10 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
 
 
 def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
-    """Quantize the linear layers of a loaded module in place, except those that are quantized already.
+    """Quantize the linear layers of a loaded module in place. Unties a tied lm_head if it is quantized.
 
-    A tied lm_head is untied. Raises ValueError as `replace_linears` does.
+    Skips layers that are quantized already, and experts. Raises ValueError if a group does not divide a
+    layer's inputs.
     """
     names, scheme = linear_names(module), scheme.with_kinds(module)
     if module.lm_head is None and scheme.mode_of("lm_head"):
@@ -418,5 +427,5 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
 
 
 def quantize_at_load(model: nn.Module, mode: str, own_lm_head: bool) -> None:
-    """Quantize a 16-bit model in place. own_lm_head: its lm_head too, which is not shared with its target."""
+    """Quantize a bf16 or fp16 model in place. own_lm_head: quantize lm_head too (it is not the target's)."""
     quantize_linears(model, Scheme(mode, 0, mode if own_lm_head else None))

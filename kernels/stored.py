@@ -18,14 +18,15 @@ from torch import Tensor
 INTEGERS = ("q4", "q6", "q8")
 STORED = (*INTEGERS, "f8")
 GROUPS = 16, 32, 64, 128
-ROW = -1  # the unit of codes is a row: all inputs
-CODED_INPUTS = 128  # that are rounded to int8 together where scales have codes; else those of a group
+ROW = -1  # `Kind.unit`: one super-scale per row
+MIN_ACTIVATION_GROUP = 128  # int8 activations, with two-level scales; else the weight's group
 
 
 class Kind(NamedTuple):
-    """How a layer stores its weight. unit: the inputs that share a unit, 256 or ROW; 0: no codes.
+    """Storage format of a group-quantized weight.
 
-    ordered: the layer has an order of its inputs, and the weight is in it.
+    mode: q4 or q8. group: group size. unit: inputs per super-scale, 256 or ROW; 0 for float32 scales without
+    codes. minima: asymmetric. ordered: columns are permuted by the layer's `order` (GPTQ act-order, g_idx).
     """
 
     mode: str
@@ -36,7 +37,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Kind:
-        """Read the text in a config.json, as q4-32-256-min or q4-32-row. Raises ValueError."""
+        """Parse a kind of config.json, such as q4-32-256-min or q4-32-row. Raises ValueError."""
         mode, group, unit, *flags = text.split("-")
         kind = cls(mode, int(group), ROW if unit == "row" else int(unit), "min" in flags, "order" in flags)
         groups = GROUPS[1:] if mode == "q4" else GROUPS
@@ -47,19 +48,22 @@ class Kind(NamedTuple):
 
     @property
     def rounded_inputs(self) -> int:
-        """The inputs that share a scale when they are rounded to int8."""
-        return max(CODED_INPUTS, self.group) if self.unit else self.group
+        """Group size of the int8 quantization of activations."""
+        return max(MIN_ACTIVATION_GROUP, self.group) if self.unit else self.group
 
     def __str__(self) -> str:
         unit = "row" if self.unit == ROW else self.unit
         return f"{self.mode}-{self.group}-{unit}{'-min' * self.minima}{'-order' * self.ordered}"
 
     def units(self, inputs: int) -> int:
-        """Return the number of units in a row, without codes of groups."""
+        """Return the number of float32 scales per row."""
         return 1 if self.unit == ROW else inputs // (self.unit or self.group)
 
     def sizes(self, inputs: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return the columns and types of the tensors of a weight [..., inputs]; minima follow scales."""
+        """Return name -> (columns, dtype) of the tensors that store a weight [..., inputs].
+
+        In `scale` and `codes`, minima follow all scales.
+        """
         count, bits = 1 + self.minima, int(self.mode[1:])
         sizes = {"weight": (inputs * bits // 8, torch.int8 if bits == 8 else torch.uint8),
                  "scale": (count * self.units(inputs), torch.float32)}
@@ -78,12 +82,12 @@ class Kind(NamedTuple):
 
 def pack_pairs(q: Tensor) -> Tensor:
     """Pack q [..., K] in 0..15 to [..., K/2] uint8, even inputs in the low four bits."""
-    pairs = q.contiguous().view(torch.int16)  # the second in the high byte
+    pairs = q.contiguous().view(torch.int16)  # little-endian: the odd input is the high byte
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def unpack_pairs(packed: Tensor) -> Tensor:
-    """Invert `pack_pairs`, to uint8."""
+    """Invert `pack_pairs`: [..., K/2] -> [..., K] uint8."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -122,8 +126,8 @@ def pack_values(kind: Kind, q: Tensor) -> Tensor:
     return pack_pairs(q if kind.minima else q + 8)
 
 
-def of_groups(kind: Kind, scale: Tensor, codes: Tensor | None = None) -> Tensor:
-    """Return the scales, and the minima if there are any, of all groups [..., 1 or 2, groups] float32."""
+def expand_scales(kind: Kind, scale: Tensor, codes: Tensor | None = None) -> Tensor:
+    """Expand to float32 scales, and minima if the kind has them, per group: [..., 1 or 2, groups]."""
     each = scale.unflatten(-1, (1 + kind.minima, -1))
     if codes is None:
         return each
@@ -131,22 +135,22 @@ def of_groups(kind: Kind, scale: Tensor, codes: Tensor | None = None) -> Tensor:
 
 
 def numbers(kind: Kind, q: Tensor, scale: Tensor, codes: Tensor | None) -> Tensor:
-    """Return the weight [..., K] float32 of values q [..., K]."""
-    each = of_groups(kind, scale, codes)
+    """Dequantize unpacked values q [..., K] to float32 [..., K]."""
+    each = expand_scales(kind, scale, codes)
     weight = q.float().unflatten(-1, (each.shape[-1], -1)).mul_(each[..., 0, :, None])
     return (weight.sub_(each[..., 1, :, None]) if kind.minima else weight).flatten(-2)
 
 
-def four_bits(group: int) -> Kind:
-    """Return the kind that `quantize.py` rounds to 4 bits."""
+def int4_kind(group: int) -> Kind:
+    """Return the kind of int4 and w4a8: asymmetric q4 groups with one super-scale per row."""
     return Kind("q4", group, ROW, minima=True)
 
 
 def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return scales and minima [..., 1] for groups of weights [..., group] float32 in 0..15.
+    """Fit the scale and minimum [..., 1] of q in 0..15 to groups of weights [..., group] float32.
 
-    A group's range gives its values, and these the scale and minimum with the least squared error.
-    importance [..., group]: weights of the squared errors; None: 1.
+    q comes from min-max rounding; the scale and minimum are then the least-squares fit to that q.
+    importance [..., group]: weights of the squared errors; None: equal.
     """
     low, high = parts.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / 15
@@ -154,47 +158,47 @@ def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor,
     weighted = q if importance is None else q * importance
     count = parts.shape[-1] if importance is None else importance.sum(-1, keepdim=True)
     values = parts if importance is None else parts * importance
-    of_q, of_parts = weighted.sum(-1, keepdim=True), values.sum(-1, keepdim=True)
-    variance = count * (weighted * q).sum(-1, keepdim=True) - of_q.square()
-    best = (count * (weighted * parts).sum(-1, keepdim=True) - of_q * of_parts) / variance
+    sum_q, sum_parts = weighted.sum(-1, keepdim=True), values.sum(-1, keepdim=True)
+    variance = count * (weighted * q).sum(-1, keepdim=True) - sum_q.square()
+    best = (count * (weighted * parts).sum(-1, keepdim=True) - sum_q * sum_parts) / variance
     scale = torch.where(variance > 0, best, scale)
-    return scale, torch.where(scale == 0, -low, (scale * of_q - of_parts) / count)
+    return scale, torch.where(scale == 0, -low, (scale * sum_q - sum_parts) / count)
 
 
 def fit(kind: Kind, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the units and codes of weight [..., K] for `round_to`. kind: one of `four_bits`."""
+    """Fit super-scales and codes to weight [..., K], for `quantize_to_nearest`. kind: one of `int4_kind`."""
     each = torch.cat(fit_groups(weight.float().unflatten(-1, (-1, kind.group))), -1).transpose(-1, -2)
     units = each.abs().amax(-1, keepdim=True) / 127
-    return units.flatten(-2), codes_of(each, units).flatten(-2)
+    return units.flatten(-2), quantize_scales(each, units).flatten(-2)
 
 
-def codes_of(each: Tensor, units: Tensor) -> Tensor:
-    """Return scales and minima [..., 2, groups] in their units [..., 2, 1], int8."""
+def quantize_scales(each: Tensor, units: Tensor) -> Tensor:
+    """Quantize scales and minima [..., 2, groups] to int8 codes of their super-scales `units` [..., 2, 1]."""
     return (each / torch.where(units == 0, 1, units)).round_().clamp_(-127, 127).to(torch.int8)
 
 
-def round_to(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-    """Return the values of weight [..., K] nearest to it, packed."""
-    each = of_groups(kind, scale, codes)[..., None]
-    units = torch.where(each[..., 0, :, :] == 0, 1, each[..., 0, :, :])
+def quantize_to_nearest(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+    """Quantize weight [..., K] to nearest and pack it. kind: one of `int4_kind`."""
+    each = expand_scales(kind, scale, codes)[..., None]
+    step = torch.where(each[..., 0, :, :] == 0, 1, each[..., 0, :, :])
     q = weight.float().unflatten(-1, (-1, kind.group)) + each[..., 1, :, :]
-    return pack_pairs(q.div_(units).round_().clamp_(0, 15).to(torch.uint8).flatten(-2))
+    return pack_pairs(q.div_(step).round_().clamp_(0, 15).to(torch.uint8).flatten(-2))
 
 
-def restored(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor | None = None) -> Tensor:
-    """Return what a stored weight stands for [..., K] float32."""
+def dequantize_stored(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor | None = None) -> Tensor:
+    """Dequantize a stored weight to float32 [..., K]."""
     return numbers(kind, values(kind, weight), scale, codes)
 
 
 def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and codes of one kind as another that holds it, see `Kind.joined`."""
+    """Convert scales and codes from `kind` to kind `to`, a result of `kind.joined`."""
 
     def spread(x: Tensor, times: int) -> Tensor:
-        """[..., 1 or 2, n] -> [..., to's count * n * times], with minima of 0 if only `to` has them."""
+        """Repeat each of n groups `times` times and flatten; minima are 0 if only `to` has them."""
         x = x.repeat_interleave(times, -1)
         return (F.pad(x, (0, 0, 0, 1)) if to.minima > kind.minima else x).flatten(-2)
 
     if not to.unit:
-        return spread(of_groups(kind, scale, codes), kind.group // to.group), None
+        return spread(expand_scales(kind, scale, codes), kind.group // to.group), None
     count = 1 + kind.minima, -1
     return spread(scale.unflatten(-1, count), 1), spread(codes.unflatten(-1, count), kind.group // to.group)

@@ -4,31 +4,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-# Weight of a step relative to the next one: in the ratios of a request, and in those of all requests.
+# Decay per step of the moving averages of one request, and of all requests.
 REQUEST_DECAY, GLOBAL_DECAY = 0.98, 0.998
 PRIOR_STEPS = 12.0  # weight of the initial value of a ratio, in steps
-INITIAL_SPEEDUP = 1.3  # `Acceptance.with_head` before the first measurement
-# Maximum of `with_head` / `without_head` in the prior of a new request.
-MAX_INITIAL_RATIO = 1.5
-MIN_CONFIDENCE = 0.5  # of a new request
-PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves ratios to the prior: acceptance varies
+INITIAL_SPEEDUP = 1.3  # prior of `Acceptance.with_head`
+MAX_INITIAL_RATIO = 1.5  # maximum with_head / without_head in the prior of a new request
+MIN_CONFIDENCE = 0.5  # minimum confidence in the prior of a new request
+# Weight, in steps, of a step that does not measure a ratio. It pulls confidences toward 1 and reduces the
+# weight of old values of `with_head`, since acceptance changes over a text.
+PRIOR_DECAY = 0.03
 # Drafts that a step with a tree of so many nodes typically accepts: our SmolLM2 head on the six sets, greedy
 # (benchmarks/tau.py). Only ratios matter.
-TYPICAL_DRAFTS = {1: 0.0, 8: 1.35, 16: 1.74, 32: 2.0, 60: 2.2}
+MEAN_ACCEPTED = {1: 0.0, 8: 1.35, 16: 1.74, 32: 2.0, 60: 2.2}
 
 
-def typical_drafts(nodes: int) -> float:
-    """Return the drafts that a step with a tree of this size typically accepts, interpolated."""
-    below = max(n for n in TYPICAL_DRAFTS if n <= nodes)
-    above = min((n for n in TYPICAL_DRAFTS if n > nodes), default=below)
+def mean_accepted(nodes: int) -> float:
+    """Interpolate TYPICAL_DRAFTS logarithmically in the number of nodes."""
+    below = max(n for n in MEAN_ACCEPTED if n <= nodes)
+    above = min((n for n in MEAN_ACCEPTED if n > nodes), default=below)
     if above == below:
-        return TYPICAL_DRAFTS[below]
+        return MEAN_ACCEPTED[below]
     fraction = math.log(nodes / below) / math.log(above / below)
-    return TYPICAL_DRAFTS[below] + fraction * (TYPICAL_DRAFTS[above] - TYPICAL_DRAFTS[below])
+    return MEAN_ACCEPTED[below] + fraction * (MEAN_ACCEPTED[above] - MEAN_ACCEPTED[below])
 
 
 class Ratio:
-    """An exponentially weighted ratio of two sums over steps."""
+    """The ratio of two exponentially weighted sums over steps."""
 
     def __init__(self, value: float, decay: float):
         self.numerator, self.denominator, self.decay = PRIOR_STEPS * value, PRIOR_STEPS, decay
@@ -43,18 +44,18 @@ class Ratio:
         return self.numerator / self.denominator
 
 
-def pooled(ratios: Iterable[Ratio]) -> float:
-    """Return the ratio of several requests together."""
+def pooled_ratio(ratios: Iterable[Ratio]) -> float:
+    """Return sum of numerators / sum of denominators."""
     ratios = [*ratios]
     return sum(r.numerator for r in ratios) / sum(r.denominator for r in ratios)
 
 
 class Acceptance:
-    """Tokens that the steps of one request emit, or those of all requests.
+    """Acceptance statistics of one request, or of all requests.
 
-    with_head, without_head: tokens emitted in the time of a plain step, by steps with the head and by those
-    without it. without_head is above 1 where prompt lookup drafts. confidence, headless_confidence: accepted
-    drafts / drafts that their scores predict, with the head and without.
+    with_head, without_head: speedup, in tokens per plain-step time, of steps with and without the draft head.
+    without_head exceeds 1 if prompt lookup drafts. confidence, headless_confidence: accepted draft tokens /
+    accepted draft tokens that the scores predict, in steps with and without the head.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Acceptance:
         self.headless_confidence = Ratio(headless_confidence, decay)
 
     def prior(self) -> Acceptance:
-        """Return the prior of a new request."""
+        """Return the initial statistics of a new request."""
         without_head = self.without_head.value
         with_head = min(max(self.with_head.value, without_head), MAX_INITIAL_RATIO * without_head)
         confidence = max(self.confidence.value, MIN_CONFIDENCE)
@@ -74,7 +75,7 @@ class Acceptance:
         return Acceptance(with_head, without_head, confidence, headless_confidence, REQUEST_DECAY)
 
     def record(self, head: bool, emitted: int, relative_cost: float | None, expected: float | None) -> None:
-        """Add a step, as in `Tuner.record`."""
+        """Update with one step; see `Tuner.record`."""
         for ratio, drafted in (self.confidence, head), (self.headless_confidence, not head):
             if drafted and expected:
                 ratio.record(emitted - 1, expected)

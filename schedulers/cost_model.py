@@ -27,7 +27,7 @@ from engine.runner import SlotRange
 from engine.sampling import Sampling
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
-from schedulers.acceptance import Acceptance, pooled, typical_drafts
+from schedulers.acceptance import Acceptance, mean_accepted, pooled_ratio
 from schedulers.costs import (
     MAX_FLAT_NODES,
     MAX_SLOWDOWN,
@@ -55,24 +55,24 @@ DRAFT_HOLD_STEPS, PLAIN_HOLD_STEPS = 4, 8  # steps that a choice to draft, or no
 PROBE_STEPS = 3  # of the other choice, to time plain steps or to test whether drafts are accepted again
 # Plain steps before a probe drafts. The interval doubles after each probe that fails.
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256
-# Time that probes may lose: a fraction of the plain steps. Up to this debt a new request is probed.
-MAX_PROBE_LOSS, MAX_PROBE_DEBT = 0.01, 4.0
+MAX_PROBE_LOSS = 0.01  # time that failed probes may cost / time of plain steps
+MAX_PROBE_DEBT = 4.0  # plain-step times lost beyond that; up to it a new request is still probed
 
 
-class Plan(NamedTuple):
-    """The tree of a step. shape: its size, or its maximum size if `costs` cut it."""
+class TreePlan(NamedTuple):
+    """The tree of a step. shape: its size, or an upper bound if `costs` prunes it."""
 
     shape: TreeShape
     costs: MarginalCosts | None = None
 
 
 class Tuner:
-    """Chooses what each step drafts, None for a step without the head.
+    """Decide per step whether the draft head runs, and with which tree.
 
-    shapes: trees of greedy steps and of sampled steps, whose nodes `MarginalCosts` limit; without `prunes`,
-    the trees to choose from, the default first. The tuner holds the costs of the machine and the acceptance
-    of all requests. `Request.acceptance` holds that of one request. costs: assumed costs; None: steps are
-    timed.
+    prunes: `MarginalCosts` prunes trees to their best nodes; else a step drafts one of `shapes` as it is.
+    shapes: with `prunes`, the largest tree of greedy steps and of sampled steps; else the trees to choose
+    from, the default first. costs: fixed costs; None: measure them. Holds the measured costs and the
+    acceptance of all requests; the acceptance of one request is in `Request.acceptance`.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class Tuner:
             self.candidates = tuple(t for t in TRIALS if t in REQUIRED_TRIALS or t.nodes <= sizes[-1])
         self.acceptance_by_temperature: dict[float, Acceptance] = defaultdict(Acceptance)
         self._costs: dict[tuple[int, bool], Costs] = {}  # by (sequences, sampled)
-        self._measured: set[tuple[int, bool]] = set()  # keys with trials; other costs are interpolated
-        self._trials: Trials = {}  # of `run_trials`
-        self._next_trial: Trial | None = None  # of the next step
-        self._running_trial: Trial | None = None  # of the present step
-        self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
-        self._choice: Plan | None = None
-        self._hold_steps = 0  # steps for which `_choice` is still kept
-        # Of greedy steps, of sampled steps.
+        self._measured: set[tuple[int, bool]] = set()  # keys of `_costs` that were timed, not interpolated
+        self._trials: Trials = {}  # results of the current `run_trials`
+        self._next_trial: Trial | None = None  # to run in the next step
+        self._running_trial: Trial | None = None  # run by the current step
+        self._drafts: dict[tuple[int, bool], bool] = {}  # latest decision, by key of `_costs`
+        self._choice: TreePlan | None = None
+        self._hold_steps = 0  # further steps that reuse `_choice`
+        # Indexed by `noisy`: [greedy, sampled].
         self._plain_steps, self._probe_interval = [0, 0], [MIN_PROBE_INTERVAL] * 2
         self._group: tuple = ()
-        # Plain steps' time that probes of greedy, of sampled steps have lost and plain steps not yet repaid.
+        # Time lost by probes and not yet repaid by plain steps, in plain-step times: [greedy, sampled].
         self._debt, self._allowed_debt, self._probing = [0.0, 0.0], 0.0, False
 
     def start(self, request: Request) -> None:
-        """Give a new request the prior of its temperature."""
+        """Initialize the acceptance of a new request from that of all requests at its temperature."""
         request.acceptance = self._shared_acceptance(request).prior()
 
     def _shared_acceptance(self, request: Request) -> Acceptance:
@@ -107,63 +107,63 @@ class Tuner:
 
     @property
     def in_trial(self) -> bool:
-        """True if the latest step is a trial."""
+        """Whether the current step is a timed trial."""
         return self._running_trial is not None
 
-    def start_next_trial(self, requests: list[Request], count: int) -> Plan | None:
-        """Return the tree of the next trial; None if none is due, or if it is a plain step."""
+    def start_next_trial(self, requests: list[Request], count: int) -> TreePlan | None:
+        """Start the scheduled trial and return its tree; None for a plain step, or without a trial."""
         self._running_trial, self._next_trial = self._next_trial, None
         if not self.in_trial:
             return None
-        return self._trial_plan(self._running_trial, self._default_shape(is_noisy(requests)), count)
+        return self._trial_plan(self._running_trial, self._default_shape(any_sampled(requests)), count)
 
     def _default_shape(self, noisy: bool) -> TreeShape:
         return self.shapes[noisy if self.prunes else 0]
 
     def headless_costs(self, requests: list[Request], count: int, shape: TreeShape) -> MarginalCosts | None:
-        """Return the costs that limit a tree drafted without a network; None if they are unknown."""
+        """Return the costs to prune a tree drafted without a network, or None if nothing was timed."""
         if not self._costs and self.assumed_costs is None:
             return None
         confidence = [r.acceptance.headless_confidence.value for r in requests]
-        speed = pooled(r.acceptance.without_head for r in requests)
+        speed = pooled_ratio(r.acceptance.without_head for r in requests)
         return self._marginal(requests, count, shape, speed, confidence)
 
     def _marginal(
         self, requests: list[Request], count: int, shape: TreeShape, speed: float, confidence: list[float]
     ) -> MarginalCosts:
-        """Return the costs that limit a tree, for `count` slots.
+        """Return the costs to prune trees of `count` slots.
 
-        speed: tokens of a request in the time of a plain step. confidence: of each request.
+        speed: tokens per request in the time of a plain step. confidence: one value per request.
         """
         by_slot = [0.0] * count
         for request, value in zip(requests, confidence):
             by_slot[request.slot] = value
-        costs = self.costs(count, is_noisy(requests))
+        costs = self.costs(count, any_sampled(requests))
         return costs.marginal(speed * len(requests), shape, by_slot)
 
-    def next(self, requests: list[Request], count: int) -> Plan | None:
-        """Choose the tree of the next step over `count` batch slots, which hold these requests."""
-        noisy = is_noisy(requests)
+    def next(self, requests: list[Request], count: int) -> TreePlan | None:
+        """Choose the tree of the next step over `count` batch slots; None: do not run the head."""
+        noisy = any_sampled(requests)
         key, plan = (count, noisy), self.start_next_trial(requests, count)
         if self.in_trial:
             return plan
         if not self._costs:
-            return Plan(self._default_shape(noisy))
+            return TreePlan(self._default_shape(noisy))
         self._start_group(key, requests)
         if self._drafts.get(key) is False:
             self._plain_steps[noisy] += 1
         if self._hold_steps:
             self._hold_steps -= 1
             return self._choice
-        with_head = pooled(r.acceptance.with_head for r in requests)
-        without_head = pooled(r.acceptance.without_head for r in requests)
+        with_head = pooled_ratio(r.acceptance.with_head for r in requests)
+        without_head = pooled_ratio(r.acceptance.without_head for r in requests)
         drafts, min_confidence = self._decide(key, with_head, without_head)
         speed = max(with_head, without_head)
         self._choice = self._plan(requests, key, speed, min_confidence) if drafts else None
         return self._choice
 
     def _start_group(self, key: tuple[int, bool], requests: list[Request]) -> None:
-        """Drop the choice made for other requests. Probe a new single request at once."""
+        """Drop a decision made for another set of requests. Probe a new single request at once."""
         group = (*key, *requests)
         if group != self._group:
             self._group, self._hold_steps = group, 0
@@ -172,19 +172,19 @@ class Tuner:
                 self._allowed_debt = MAX_PROBE_DEBT
 
     def _decide(self, key: tuple[int, bool], with_head: float, without_head: float) -> tuple[bool, float]:
-        """Return whether the next steps draft, and the minimum confidence. Sets how long that is kept."""
+        """Return (draft?, minimum confidence) for the next steps and set `_hold_steps`."""
         noisy = key[1]
         margin = {None: 1.0, True: 1 / SWITCH_RATIO, False: SWITCH_RATIO}[self._drafts.get(key)]
         drafts = self._drafts[key] = with_head > margin * without_head
         allowed_debt, self._allowed_debt, self._probing = self._allowed_debt, 0.0, False
         if drafts:
             self._plain_steps[noisy], self._probe_interval[noisy] = 0, MIN_PROBE_INTERVAL
-            if self.costs(*key).stale:  # time plain steps
+            if self.costs(*key).stale:  # the load changed: time plain steps before drafting on
                 self._hold_steps = PROBE_STEPS - 1
                 return False, 0.0
             self._hold_steps = DRAFT_HOLD_STEPS - 1
             return True, 0.0
-        # Test drafts again.
+        # Probe whether drafts are accepted by now.
         if self._plain_steps[noisy] >= self._probe_interval[noisy] and self._debt[noisy] <= allowed_debt:
             self._plain_steps[noisy], self._probing = 0, True
             self._probe_interval[noisy] = min(2 * self._probe_interval[noisy], MAX_PROBE_INTERVAL)
@@ -195,40 +195,40 @@ class Tuner:
 
     def _plan(
         self, requests: list[Request], key: tuple[int, bool], speed: float, min_confidence: float
-    ) -> Plan:
-        """Return the tree of a step that drafts. speed: see `_marginal`."""
+    ) -> TreePlan:
+        """Return the plan of a step that drafts. speed: see `_marginal`."""
         count, noisy = key
         confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
         if self.prunes:
             shape = self.shapes[noisy]
-            return Plan(shape, self._marginal(requests, count, shape, speed, confidence))
+            return TreePlan(shape, self._marginal(requests, count, shape, speed, confidence))
         costs, mean_confidence = self.costs(*key), sum(confidence) / len(confidence)
 
         def tokens_per_time(shape: TreeShape) -> float:
-            tokens = 1 + mean_confidence * typical_drafts(shape.nodes)
+            tokens = 1 + mean_confidence * mean_accepted(shape.nodes)
             return tokens / costs.relative_cost_of(Size(shape.nodes, 0))
 
-        return Plan(max(self.shapes, key=tokens_per_time))
+        return TreePlan(max(self.shapes, key=tokens_per_time))
 
-    def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
+    def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> TreePlan | None:
         if trial == PLAIN_TRIAL:
             return None
         if not self.prunes:
-            return Plan(next(shape for shape in self.shapes if shape.nodes == trial.nodes))
+            return TreePlan(next(shape for shape in self.shapes if shape.nodes == trial.nodes))
         nodes = torch.full((shape.nodes - 1,), math.inf)
         nodes[: max(trial.nodes - 1, 0)] = -1.0
-        return Plan(shape, MarginalCosts(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
+        return TreePlan(shape, MarginalCosts(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
 
-    # -- learning -----------------------------------------------------------------------------
+    # -- measurements -------------------------------------------------------------------------
 
     def costs(self, count: int, noisy: bool) -> Costs:
-        """Return the costs of steps over `count` slots, interpolated if there are no trials of them."""
+        """Return the costs of steps over `count` slots, interpolated between timed batch sizes if needed."""
         key = count, noisy
         if self.assumed_costs is not None:
             return self.assumed_costs
         if key not in self._costs:
-            tried = [k for k in self._measured if k[1] == noisy] or self._measured
-            known = {k[0]: self._costs[k] for k in tried}
+            timed = [k for k in self._measured if k[1] == noisy] or self._measured
+            known = {k[0]: self._costs[k] for k in timed}
             low = max((n for n in known if n <= count), default=min(known))
             high = min((n for n in known if n >= count), default=low)
             fraction, scale = ((count - low) / (high - low), 1.0) if high > low else (0.0, count / low)
@@ -236,12 +236,12 @@ class Tuner:
         return self._costs[key]
 
     def relative_cost(self, count: int, noisy: bool, size: Size, head: bool) -> float | None:
-        """Predict the seconds of a step / those of a plain step; None while trials run."""
+        """Predict step time / plain-step time; None during trials and before any."""
         known = (self._costs or self.assumed_costs) and not self.in_trial
         return self.costs(count, noisy).relative_cost_of(size, head) if known else None
 
     def add(self, count: int, noisy: bool, size: Size, head: bool, seconds: float) -> None:
-        """Learn the seconds of a step."""
+        """Update the costs with the measured time of a step."""
         if self.assumed_costs is not None:
             return
         if self.in_trial:
@@ -254,19 +254,19 @@ class Tuner:
     ) -> None:
         """Record the tokens that a step emitted for a request.
 
-        expected: sum of exp(score) over the drafts; None: they have no scores.
+        expected: sum of exp(score) over the draft tokens; None if they have no scores.
         """
         if relative_cost is not None and (self._probing or not head):
             lost = relative_cost - emitted / request.acceptance.without_head.value
-            noisy, paid = is_noisy([request]), MAX_PROBE_LOSS * relative_cost
+            noisy, paid = any_sampled([request]), MAX_PROBE_LOSS * relative_cost
             self._debt[noisy] = max(self._debt[noisy] + (lost if head else -paid), 0.0)
         for acceptance in (request.acceptance, self._shared_acceptance(request)):
             acceptance.record(head, emitted, relative_cost, expected)
 
     def run_trials(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
-        """Time steps with each candidate tree, smallest first. Stop at trees that are too slow.
+        """Time steps with each candidate tree, smallest first. Stop at the first tree that is too slow.
 
-        run: runs a step over `count` batch slots, at a short context, with what `next` chooses.
+        run: run one step over `count` batch slots at a short context; it calls `next`.
         """
         key = count, noisy
         if key in self._measured:
@@ -274,7 +274,7 @@ class Tuner:
         shared, order, completed = copy.deepcopy(self.acceptance_by_temperature), self.candidates, []
         trials = self._trials = {}
         try:
-            for turn in range(MAX_TRIAL_ROUNDS):  # interleaved: a slow period affects all trees
+            for turn in range(MAX_TRIAL_ROUNDS):  # interleave: a slow period then affects all trees
                 if turn >= MIN_TRIAL_ROUNDS and trial_seconds(trials) > REPEAT_SECONDS:
                     break
                 for trial in order:
@@ -284,12 +284,12 @@ class Tuner:
                     if turn:
                         continue
                     if trial not in trials:
-                        break  # the sequences are too short for a step
+                        break  # no step was timed: max_seq_len is too small for this tree
                     completed.append(trial)
                     too_slow = fastest(trials[trial]) > MAX_SLOWDOWN * fastest(trials[PLAIN_TRIAL])
                     if trial.nodes >= MAX_FLAT_NODES and (too_slow or trial_seconds(trials) > GROW_SECONDS):
                         break
-                completed.reverse()  # back and forth: a step's time depends on the one before
+                completed.reverse()  # alternate the order: a step's time depends on the previous step
                 order = completed
         finally:
             self.acceptance_by_temperature = shared
@@ -300,7 +300,7 @@ class Tuner:
             self._costs[key] = (Costs.from_trials if self.prunes else Costs.of_trees)(trials)
 
     def describe(self, counts: list[int], noisy: bool) -> str:
-        """Describe the trees, and the relative cost of a step by number of requests, in one line."""
+        """Describe tree sizes and relative step costs per batch size, in one line."""
         shape, why = self._default_shape(noisy), "sized by the cost model"
         what = f"trees of up to {shape.nodes} nodes, {why}"
         if not self.prunes:
@@ -314,27 +314,27 @@ class Tuner:
                 f" {draft:+.2f} drafting, {verify:+.2f} verification{''.join(others)})")
 
 
-NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # for ranks, which must choose the same trees
+NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # fixed: all ranks must choose the same trees
 
 
-def is_noisy(requests: list[Request]) -> bool:
+def any_sampled(requests: list[Request]) -> bool:
     """Return whether a request samples."""
     return any(r.sampling.temperature > 0 for r in requests)
 
 
-# -- the schedulers ----------------------------------------------------------------------------
+# -- scheduler ---------------------------------------------------------------------------------
 
 
 class Record(NamedTuple):
-    """A launched step, for the cost model."""
+    """What the cost model needs to know of a launched step when its time and tokens arrive."""
 
-    step: tuple[int, bool, Size, bool]  # count, noisy, size and head of `Tuner.add`
+    step: tuple[int, bool, Size, bool]  # (count, noisy, size, head), see `Tuner.add`
     relative_cost: float | None  # see `Tuner.relative_cost`
-    expected: list[float] | None  # by request: sum of exp(score) over its drafts
+    expected: list[float] | None  # per slot of the group: sum of exp(score) over its draft tokens
 
 
 class CostScheduler(Scheduler):
-    """Drafts with the network if the tuner chooses to, else with a drafter that has none, or not at all."""
+    """Draft with the network if the tuner decides so, else with the headless drafter or not at all."""
 
     skips_head = True
 
@@ -343,13 +343,13 @@ class CostScheduler(Scheduler):
 
     def variants(self, drafter: Drafter) -> list[Drafter]:
         trees = [with_tree(drafter, shape) for shape in self.tuner.shapes]
-        return [one for one in (*trees, drafter.headless) if one not in (drafter, None)]
+        return [other for other in (*trees, drafter.headless) if other not in (drafter, None)]
 
     def attach(self, engine: Engine) -> None:
         super().attach(engine)
         runner, drafter = engine.runner, engine.runner.drafter
         self.counts = sorted({engine.batch_sizes[0], engine.batch})  # batch sizes that are timed
-        # Compiled steps and some drafters have one tree size: drafting is only switched on and off.
+        # Compiled steps and unprunable drafters have one tree size: drafting is only switched on and off.
         headless = drafter.headless if self.tuner.prunes and not runner.on_cuda else None
         self.headless = headless if headless in (None, drafter) else runner.defer_head(copy.copy(headless))
         switched = drafter.network is not None or not self.tuner.prunes
@@ -379,8 +379,8 @@ class CostScheduler(Scheduler):
         if choice.costs:
             size = size._replace(levels=tree.levels if choice.head else 0)
             expected = [sum(map(math.exp, path[1:])) for path in tree.scores.tolist()]
-        elif choice.head:  # reading the scores would make the host wait
-            expected = [typical_drafts(size.nodes)] * group.count
+        elif choice.head:  # do not synchronize with the GPU to read the scores
+            expected = [mean_accepted(size.nodes)] * group.count
         step = group.count, noisy, size, choice.head
         return Record(step, self.tuner.relative_cost(*step), expected)
 
@@ -415,12 +415,12 @@ class CostScheduler(Scheduler):
 
 
 def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
-    """Return the drafter with trees of another shape, if it grows them."""
+    """Return the drafter with another tree shape, or itself if its tree is not resizable."""
     return drafter.with_tree(shape) if drafter.resizable_part and drafter.shape != shape else drafter
 
 
 def fits(shape: TreeShape, grown: Drafter, default: TreeShape) -> bool:
-    """Return whether a drafter can grow trees of this shape, which differs from its default in size."""
+    """Return whether a drafter can grow `shape`, and it is not the size of its default tree."""
     levels = math.inf if grown.max_levels is None else grown.max_levels
     return shape.nodes != default.nodes and shape.width <= grown.vocabulary and shape.depth < levels
 
@@ -428,17 +428,17 @@ def fits(shape: TreeShape, grown: Drafter, default: TreeShape) -> bool:
 def schedule(
     drafter: Drafter, target: Transformer, tree: object, compiles: bool
 ) -> tuple[Drafter, Scheduler | None]:
-    """Return the drafter with its largest tree, and its scheduler; None: always the drafter's tree.
+    """Return the drafter with its largest tree, and its scheduler (None: always draft the drafter's tree).
 
-    tree: the option --tree. Trees are sized by measured time if it is "auto", or None and steps are not
-    compiled. Raises InputError on "auto" for several ranks: each measures other times and would choose
-    another tree.
+    tree: the value of --tree. The cost model sizes trees if it is "auto", or if it is None and steps are not
+    compiled. Raises InputError for "auto" with several ranks: their timings, and so their trees, would
+    differ.
     """
     on_cuda = target.embed.device.type == "cuda"
     fixed_trees = on_cuda or compiles
     if target.ranks is not None:
         if tree == "auto":
-            raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
+            raise InputError("--tree auto: not supported with several ranks yet; use --tree T,D,K")
         if fixed_trees or not drafter.prunable or drafter.network is not None:
             return drafter, None
         shapes = drafter.shape, drafter.shape

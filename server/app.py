@@ -18,7 +18,7 @@ from common.errors import InputError, printable
 from engine.request import Event, encode
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
-from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
+from server.replies import ChatReply, CompletionReply, Reply, TokenFormatter
 from server.responses import ResponsesBody, ResponsesReply
 from server.worker import SHUTTING_DOWN, Job, Worker
 from tokens.calls import BARE, form_of, shown_tags
@@ -47,7 +47,7 @@ class Server:
         self.max_tokens = max_tokens
         self.worker, self.tokenizer, self.models = worker, tokenizer, models
         self.seconds, self.measures = seconds, measures
-        self.tokens, self.max_seq_len = TokenTexts(tokenizer), worker.engine.max_seq_len
+        self.tokens, self.max_seq_len = TokenFormatter(tokenizer), worker.engine.max_seq_len
 
     def model(self, name: str | None) -> str:
         """Return the name of the model that a request names. Raises Refusal if it is another one."""

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's format: complete ones, and the chunks of a stream."""
+"""Responses in OpenAI's format, complete or as the chunks of a stream."""
 from __future__ import annotations
 
 import time
@@ -17,14 +17,14 @@ from tokens.tokenizer import TextStream, Tokenizer
 MIN_LOGPROB = -9999.0  # replaces -inf in JSON, as in vLLM
 
 
-class TokenTexts:
-    """The text of single tokens."""
+class TokenFormatter:
+    """Convert single tokens to text and log-probabilities to OpenAI's formats."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Return the text of a token; invalid UTF-8 is replaced."""
+        """Return the text of a token, with U+FFFD for invalid UTF-8."""
         return self.tokenizer.piece_or_name(token).decode("utf-8", "replace")
 
     def chat_logprobs(self, ids: list[int], scores: list[Score]) -> dict:
@@ -34,11 +34,9 @@ class TokenTexts:
             return {"token": self.text(token), "logprob": logprob, "bytes": list(spelled)}
 
         def top(token: int, score: Score) -> list[tuple[int, float]]:
-            """Return the most probable tokens; the sampled token replaces the last one if it is not among
-            them.
-            """
-            there = not score.top or any(i == token for i, _ in score.top)
-            return score.top if there else [*score.top[:-1], (token, score.logprob)]
+            """Return the top tokens. OpenAI includes the sampled token: it replaces the last if missing."""
+            included = not score.top or any(i == token for i, _ in score.top)
+            return score.top if included else [*score.top[:-1], (token, score.logprob)]
 
         return {"content": [
             entry(token, score.logprob) | {"top_logprobs": [entry(*one) for one in top(token, score)]}
@@ -50,7 +48,7 @@ class TokenTexts:
         def by_text(token: int, score: Score) -> dict[str, float]:
             found = {self.text(token): score.logprob}
             for token, logprob in score.top:
-                found.setdefault(self.text(token), logprob)  # the most probable of equal texts
+                found.setdefault(self.text(token), logprob)  # tokens with equal text: keep the most probable
             return found
 
         return {
@@ -62,13 +60,13 @@ class TokenTexts:
 
 
 class Offsets:
-    """Character offsets of tokens in a text. before: characters before the first token.
+    """Compute the character offset of each token in the text. start: offset of the first token.
 
-    A token without text has the offset of the next one.
+    A token that completes no character has the same offset as the next token.
     """
 
-    def __init__(self, stream: TextStream, before: int = 0):
-        self._stream, self._at = stream, before
+    def __init__(self, stream: TextStream, start: int = 0):
+        self._stream, self._at = stream, start
 
     def push(self, ids: list[int]) -> list[int]:
         """Return the offsets of the next tokens."""
@@ -80,27 +78,28 @@ class Offsets:
 
 
 class Reply:
-    """The reply to one request with `n` jobs per prompt.
+    """The response to one HTTP request with `n` jobs (choices) per prompt.
 
-    Subclasses define `choice(i, job)`, the choice of a finished job, and `parts(i, event, finish, first)`,
-    the choices of the chunks for an event of job i. first: its first event.
+    Subclasses define `choice(i, job)`: the complete choice of a finished job, and `parts(i, event, finish,
+    first)`: the streamed choices for one event of job i. finish: its finish reason or None. first: whether it
+    is the first event of the job.
     """
 
     object, chunk_object, prefix, end = "", "", "", "data: [DONE]\n\n"
 
-    def __init__(self, model: str, tokens: TokenTexts, body: ChatBody | CompletionBody, jobs: list[Job]):
+    def __init__(self, model: str, tokens: TokenFormatter, body: ChatBody | CompletionBody, jobs: list[Job]):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.tokens, self.jobs, self.body = model, tokens, jobs, body
         self._started = [False] * len(jobs)
-        self.max_commit: int | None = None  # maximum tokens of a step; None: without `metrics`
+        self.max_commit: int | None = None  # tokens that a step can commit; None: omit `metrics`
 
     def whole(self) -> dict:
-        """Return the reply of finished jobs."""
+        """Return the complete response; all jobs have finished."""
         choices = [{"index": i} | self.choice(i, job) for i, job in enumerate(self.jobs)]
         return self._object(self.object, choices) | {"usage": self.usage()} | self.metrics()
 
     def chunks(self, i: int, event: Event) -> list[dict]:
-        """Return the chunks for an event of job i; often one, or none."""
+        """Return the stream chunks for an event of job i (possibly none)."""
         first, self._started[i] = not self._started[i], True
         finish = self.jobs[i].finish if event.finish else None
         parts = self.parts(i, event, finish, first)
@@ -110,15 +109,15 @@ class Reply:
         return found
 
     def failed(self, refusal: Refusal) -> dict:
-        """Return the last chunk of a stream that has failed."""
+        """Return the last chunk of a failed stream."""
         return refusal.body()
 
     def last_chunk(self) -> dict:
-        """Return the chunk with the usage."""
+        """Return the usage chunk of `stream_options.include_usage`."""
         return self._object(self.chunk_object, []) | {"usage": self.usage()} | self.metrics()
 
     def usage(self) -> dict:
-        """Return the number of tokens; a prompt counts once for all its choices."""
+        """Return OpenAI's `usage`. A prompt is counted once for its `n` choices."""
         first = self.jobs[:: self.body.n]
         prompts = sum(len(job.prompt) for job in first)
         written = sum(len(job.request.ids) for job in self.jobs)
@@ -132,7 +131,7 @@ class Reply:
         }
 
     def metrics(self) -> dict:
-        """Return vLLM's "metrics" of speculative decoding, for a single job."""
+        """Return vLLM's `metrics` of speculative decoding; null for several jobs or without drafting."""
         if self.max_commit is None:
             return {}
         (job, *others), drafts = self.jobs, self.max_commit - 1
@@ -147,7 +146,7 @@ class Reply:
         }}}
 
     def summary(self) -> str:
-        """Return the line of the log: finish reasons, tokens, speed and acceptance length."""
+        """Return the access-log line: finish reasons, tokens, speed and acceptance length."""
         words = ", ".join(sorted({self.ending(i) for i in range(len(self.jobs))}))
         requests = [job.request for job in self.jobs if job.request]
         if len(requests) < len(self.jobs):
@@ -156,15 +155,15 @@ class Reply:
         tokens = counted(usage["completion_tokens"], "token")
         words += f", {usage['prompt_tokens']} + {tokens}"
         tau = sum(request.tau for request in requests) / len(requests)
-        return f"{words}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else words  # no speed for one token
+        return f"{words}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else words  # 1 token: no speed
 
     def ending(self, i: int) -> str:
-        """Return how the choice of job i ended, with the reason of an error."""
+        """Return the finish reason of job i; for an error, with its message."""
         job = self.jobs[i]
         return f"error ({job.refusal})" if job.refusal else job.finish or "abort"
 
     def speculation(self, event: Event) -> dict:
-        """Return the accepted draft tokens of a step and its tree, if requested."""
+        """Return the field of `return_speculation`: accepted draft tokens of a step, and its tree."""
         if not self.body.return_speculation:
             return {}
         drafted, tree = event.ids[: event.drafted], event.draft
@@ -186,9 +185,10 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """A chat completion. form: the format of tool calls, see `form_of`; None: no tools.
+    """A chat completion.
 
-    channels: whether the output has channels, see `tokens.channels`.
+    form: tool-call format, see `form_of`; None: no tools. channels: the model writes Harmony channels, see
+    `tokens.channels`.
     """
 
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -198,15 +198,16 @@ class ChatReply(Reply):
         prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-64:]))
         stream = ChannelStream if channels else partial(CallStream, form)
         self._streams = [stream(self.body.callable, prompt) for _ in self.jobs]
-        # Remaining characters of the continued message. With channels the prompt has it.
-        self._given = [0] * len(self.jobs)
+        # With continue_final_message, the start of the message is pushed to detect tool calls that it begins.
+        # Characters of it that a stream has held back must not be sent when they come out later.
+        self._held_back = [0] * len(self.jobs)
         if self.body.continues:
             given = "" if channels else words_of(self.body.dicts[-1]["content"])["content"]
-            self._given = [max(0, len(given) - len(s.push(given))) for s in self._streams]
-        self._called: set[int] = set()  # jobs that ended in calls
+            self._held_back = [max(0, len(given) - len(s.push(given))) for s in self._streams]
+        self._tool_call_jobs: set[int] = set()  # jobs that ended in tool calls
 
     def choice(self, i: int, job: Job) -> dict:
-        text = self._new(i, self._streams[i].push(job.request.text))
+        text = self._strip_held_back(i, self._streams[i].push(job.request.text))
         rest, calls = self._finish(i)
         message = {"role": "assistant", "content": (text + rest) or (None if calls else ""), "refusal": None}
         if thoughts := self._streams[i].thoughts():
@@ -226,7 +227,7 @@ class ChatReply(Reply):
 
         if first:
             part({"role": "assistant", "content": ""})
-        text, calls = self._new(i, self._streams[i].push(event.text)), []
+        text, calls = self._strip_held_back(i, self._streams[i].push(event.text)), []
         if finish:
             rest, calls = self._finish(i)
             text += rest
@@ -242,22 +243,21 @@ class ChatReply(Reply):
             part({}, finish_reason=self.ending(i))
         return found
 
-    def _new(self, i: int, text: str) -> str:
-        """Return text without the rest of the continued message."""
-        old = min(self._given[i], len(text))
-        self._given[i] -= old
+    def _strip_held_back(self, i: int, text: str) -> str:
+        """Strip held-back characters of the continued message from the start of `text`."""
+        old = min(self._held_back[i], len(text))
+        self._held_back[i] -= old
         return text[old:]
 
     def ending(self, i: int) -> str:
-        """See `Reply.ending`."""
-        return "tool_calls" if i in self._called else super().ending(i)
+        return "tool_calls" if i in self._tool_call_jobs else super().ending(i)
 
     def _finish(self, i: int) -> tuple[str, list[dict]]:
         rest, calls = self._streams[i].finish()
-        rest = rest if calls else self._new(i, rest)
+        rest = rest if calls else self._strip_held_back(i, rest)
         if calls:
-            self._called.add(i)
-        elif self.body.is_forced:  # a truncated call is not text
+            self._tool_call_jobs.add(i)
+        elif self.body.is_forced:  # do not return a truncated call as text
             rest = ""
         return rest, calls if self.body.parallel_tool_calls else calls[:1]
 
@@ -266,7 +266,7 @@ class ChatReply(Reply):
 
 
 class CompletionReply(Reply):
-    """A completion."""
+    """A text completion (/v1/completions)."""
 
     object = chunk_object = "text_completion"
     prefix = "cmpl"
@@ -290,7 +290,7 @@ class CompletionReply(Reply):
         return [part | self.speculation(event)]
 
     def _choice(self, i: int, text: str, ids: list[int], scores: list, first: bool) -> dict:
-        """Return text and log-probabilities of the next tokens of job i; the first ones with the echo."""
+        """Return text and logprobs of the next tokens of job i. first: prepend the echoed prompt."""
         if self.body.max_tokens == 0:
             text, ids, scores = "", [], []
         logprobs = None

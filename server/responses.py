@@ -12,31 +12,31 @@ from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_bo
 from server.replies import ChatReply
 
 JSON_HEADERS = {"content-type": "application/json"}  # bodies are parsed as JSON
-# Fields that are not supported, and the value that turns each off.
+# Unsupported fields that need stored state, and the value that disables each.
 STATEFUL_FIELDS = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
-CHAT_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # of the same name in chats
+CHAT_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # same in chat completions
 
 
-class FlatTool(Body, extra="allow"):
-    """A function tool, or the choice of one."""
+class FunctionTool(Body, extra="allow"):
+    """A function tool, or a `tool_choice` that names one (flat, unlike in chat completions)."""
 
     type: str = "function"
     name: str = ""
 
     @model_validator(mode="after")
-    def _check(self) -> FlatTool:
+    def _check(self) -> FunctionTool:
         if self.type != "function" or not self.name:
-            raise ValueError(f"type {self.type!r:.60}: only functions, with a name, can be called")
+            raise ValueError(f"type {self.type!r:.60}: only function tools with a name are supported")
         return self
 
     @property
     def nested(self) -> dict:
-        """The tool in the format of chats."""
+        """The tool in the format of chat completions."""
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class ResponsesBody(Strict, extra="allow"):
-    """POST /v1/responses. Further fields are those of a chat, such as `top_k`."""
+    """POST /v1/responses. Extra fields of chat completions, such as `top_k`, are accepted."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
@@ -45,15 +45,15 @@ class ResponsesBody(Strict, extra="allow"):
     temperature: float = 1.0
     top_p: float = 1.0
     stream: bool = False
-    tools: list[FlatTool] = []
-    tool_choice: Literal["auto", "none", "required"] | FlatTool = "auto"
+    tools: list[FunctionTool] = []
+    tool_choice: Literal["auto", "none", "required"] | FunctionTool = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = {}
     reasoning: dict[str, Any] = {}
     metadata: dict[str, Any] = Field(default={})
 
     def chat(self) -> ChatBody:
-        """Return this as a chat. Raises Refusal."""
+        """Convert to a chat completion request. Raises Refusal."""
         more = self.model_extra or {}
         for name, off in STATEFUL_FIELDS.items():
             if more.get(name) not in (None, off):
@@ -74,7 +74,7 @@ class ResponsesBody(Strict, extra="allow"):
             raise refusal_of_body(errors, JSON_HEADERS) from None
 
     def messages(self) -> list[dict]:
-        """Return the messages of a chat. Reasoning and calls are parts of one assistant message."""
+        """Convert `input` to chat messages. Reasoning and calls are merged into one assistant message."""
         found = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
@@ -110,9 +110,9 @@ class ResponsesBody(Strict, extra="allow"):
 
 
 class ResponsesReply(ChatReply):
-    """The reply to POST /v1/responses. asked: the request's body.
+    """The response to POST /v1/responses. asked: the request's body.
 
-    Output items: reasoning, a message, function calls.
+    Output items come in this order: reasoning, message, function calls.
     """
 
     prefix, end = "resp", ""
@@ -132,11 +132,11 @@ class ResponsesReply(ChatReply):
 
     @property
     def status(self) -> str:
-        """The final status."""
+        """Status of the finished response: completed or incomplete."""
         return "incomplete" if self.ending(0) == "length" else "completed"
 
     def response(self, status: str, refusal: Refusal | None = None) -> dict:
-        """Return the response so far."""
+        """Return the response object with the output items so far."""
         asked, ended = self.asked, status in ("completed", "incomplete")
         usage = self.usage() if ended else None
         reasons = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -160,21 +160,21 @@ class ResponsesReply(ChatReply):
         return self._event("response.failed", response=self.response("failed", refusal))
 
     def chunks(self, i: int, event: Event) -> list[dict]:
-        """Return the events for an event of a job."""
+        """Return the server-sent events for an event of job i."""
         found = []
         if not self._started[i]:
             self._started[i] = True
             for status in "created", "in_progress":
                 found.append(self._event(f"response.{status}", response=self.response("in_progress")))
-        text, calls = self._new(i, self._streams[i].push(event.text)), []
+        text, calls = self._strip_held_back(i, self._streams[i].push(event.text)), []
         thoughts = self._streams[i].thoughts()
         if event.finish:
             rest, calls = self._finish(i)
             text, thoughts = text + rest, thoughts + self._streams[i].thoughts()
         found += self._grow("reasoning", thoughts)
-        # An answer has a message, unless it has calls.
-        spoken = any(one["type"] == "message" for one in self.items)
-        found += self._grow("message", text, always=bool(event.finish and not calls and not spoken))
+        # As in `whole`: without calls there is a message, even an empty one.
+        has_message = any(item["type"] == "message" for item in self.items)
+        found += self._grow("message", text, always=bool(event.finish and not calls and not has_message))
         if event.finish:
             found += self._close()
             for call in map(function_call_item, calls):
@@ -192,7 +192,7 @@ class ResponsesReply(ChatReply):
 
     def _event(self, event: str, **fields) -> dict:
         self._sent += 1
-        return copy.deepcopy({"type": event, "sequence_number": self._sent - 1, **fields})  # items grow
+        return copy.deepcopy({"type": event, "sequence_number": self._sent - 1, **fields})  # items change
 
     def _open(self, new: dict) -> list[dict]:
         self.items.append(new)
@@ -201,12 +201,12 @@ class ResponsesReply(ChatReply):
                             new["type"] != "function_call" else new)]
 
     def _part(self, change: str, **fields) -> dict:
-        """Return an event about the text of the last item."""
+        """Return an event about the content part of the last item."""
         at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
         return self._event(f"response.{change}", **at, **fields)
 
     def _grow(self, item_type: str, text: str, always: bool = False) -> list[dict]:
-        """Append text to the last item, or to a new one if it has another type."""
+        """Append text to the last item, or open a new one if its type differs. always: even without text."""
         found = []
         if not (text or always):
             return found
@@ -214,10 +214,13 @@ class ResponsesReply(ChatReply):
             found += self._close() + self._open(text_item(item_type, "") | {"status": "in_progress"})
             found.append(self._part("content_part.added", part={**self.items[-1]["content"][0]}))
         self.items[-1]["content"][0]["text"] += text
-        more = {"logprobs": []} if item_type == "message" else {}
-        return found + [self._part(f"{CONTENT_TYPES[item_type]}.delta", delta=text, **more)] * bool(text)
+        if text:
+            more = {"logprobs": []} if item_type == "message" else {}
+            found.append(self._part(f"{CONTENT_TYPES[item_type]}.delta", delta=text, **more))
+        return found
 
     def _close(self) -> list[dict]:
+        """Complete the last item and return its final events."""
         if not self.items:
             return []
         last = self.items[-1]
@@ -235,7 +238,7 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
 
 
 def text_item(item_type: str, text: str | None) -> dict:
-    """Return an output item: a message or reasoning."""
+    """Return an output item with one content part: a message or reasoning."""
     more = {"annotations": [], "logprobs": []} if item_type == "message" else {}
     found = {"id": f"{ID_PREFIXES[item_type]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
     found |= {"role": "assistant"} if item_type == "message" else {"summary": []}
@@ -243,6 +246,6 @@ def text_item(item_type: str, text: str | None) -> dict:
 
 
 def function_call_item(call: dict) -> dict:
-    """Return the output item of a call."""
+    """Return the output item of a tool call of chat completions."""
     return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed",
             "call_id": call["id"], **call["function"]}

@@ -30,7 +30,7 @@ from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
 from kernels.quantized import MXFP4, Quantized, QuantizedLinear
-from kernels.stored import of_groups, pack_pairs, pack_values, unpack_pairs, values
+from kernels.stored import expand_scales, pack_pairs, pack_values, unpack_pairs, values
 
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
 # The index of the tile in `tile_configs`; None: the fastest, or the first one with several ranks.
@@ -468,7 +468,7 @@ def reorder(module: Quantized) -> None:
     if not module.kind:
         module.scale.data = module.scale.transpose(-1, -2).contiguous()
         return
-    scales, *minima = of_groups(module.kind, *module.scales).unbind(-2)
+    scales, *minima = expand_scales(module.kind, *module.scales).unbind(-2)
     module.register_buffer("group_scales", scales.t().contiguous(), persistent=False)
     if minima:  # the kernel takes 8 from each value of 4 bits
         shifts = has_nibbles(module) * 8 * scales - minima[0]

@@ -105,7 +105,8 @@ def test_four_bits_of_an_older_version(golden, tmp_path, capsys):
 @pytest.mark.parametrize("order", (1, -1))
 def test_weights_and_scales_are_written_in_any_order(golden, tmp_path, monkeypatch, order):
     for name in ("usual", "other"):
-        quantize_folder(QuantizationPlan.of(golden / "eagle3", Scheme("int8", 0, "int8")), tmp_path / name)
+        plan = QuantizationPlan.from_folder(golden / "eagle3", Scheme("int8", 0, "int8"))
+        quantize_folder(plan, tmp_path / name)
         monkeypatch.setattr(writer, "sorted", lambda plan, key: plan[::order], raising=False)
     usual, other = (load_file(tmp_path / name / "model.safetensors") for name in ("usual", "other"))
     assert usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
@@ -168,7 +169,8 @@ def test_families_are_calibrated(tmp_path, name):
     sizes = WIDE | {"intermediate_size": 96, "hidden_size_per_layer_input": 32 * ("E2B" in name)}
     _, source = converted(tmp_path, name, **sizes, global_head_dim=64)
     ids = torch.arange(256).view(2, 128) % 50
-    errors = quantize_folder(QuantizationPlan.of(source, Scheme("int4", 32, "int8")), tmp_path / "q", ids)
+    plan = QuantizationPlan.from_folder(source, Scheme("int4", 32, "int8"))
+    errors = quantize_folder(plan, tmp_path / "q", ids)
     linear = [error for what, error in errors.values() if what == "of outputs"]
     assert len(linear) >= 20 and max(linear) < 0.3
 
@@ -178,7 +180,7 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
     _, source = converted(tmp_path, "gpt-oss in MXFP4", "bf16")
     ids = torch.arange(256).view(2, 128) % 50
     four_bits = scheme.mode == "int4"
-    quantize_folder(QuantizationPlan.of(source, scheme), tmp_path / "q", ids if four_bits else None)
+    quantize_folder(QuantizationPlan.from_folder(source, scheme), tmp_path / "q", ids if four_bits else None)
     (exact, _), (target, config) = map(load_model, (source, tmp_path / "q"))
     assert config["quantization"]["experts"] == "mxfp4" and target.lm_head.mode == scheme.lm_head
     for one, other in zip(exact.layers, target.layers):

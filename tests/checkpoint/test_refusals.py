@@ -90,7 +90,7 @@ BAD_TARGETS = {
     "tied and not tied": (folder_with(tie_word_embeddings=True), "tie_word_embeddings"),
     "integer weights": (folder_with(add={K0: torch.zeros(32, 32, dtype=torch.int64)}), K0),
     "a pickle that would run a command": (only({K0: Evil()}, "bin"), "more than a pickle of tensors"),
-    "a head without --target": (folder_with("head"), "is a draft head, which needs --target"),
+    "a head without --target": (folder_with("head"), "is a draft head; add --target"),
     "dynamic RoPE": (folder_with(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
     "attention in both directions": (
         folder_with("Gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),

@@ -1,4 +1,4 @@
-"""Drafted text is plain text: every drafter, every sort of request, with and without kernels."""
+"""Speculative output equals plain decoding: every drafter and sampling option, PyTorch and CPU kernels."""
 import json
 import random
 from itertools import pairwise
@@ -28,7 +28,7 @@ from tree import TreeShape
 PROMPTS = [list(b"u:the tide comes in and the tide\na:"), [256, *range(97, 120)], [256, 1]]
 SAMPLED = [Sampling(40, 1.0, seed=seed) for seed in range(3)]
 SIZES = {"batch": 3, "max_seq_len": 200}
-DRAFTING = [name for name in NAMES if name != "plain"]
+SPECULATIVE = [name for name in NAMES if name != "plain"]
 SCHEMA = json.dumps({
     "type": "object", "additionalProperties": False, "required": ["word", "count"],
     "properties": {"word": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99}},
@@ -41,21 +41,21 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def asked(golden, models):
-    """(Requests of every sort, their plain texts, options of an engine that can decode them)."""
-    of_all = (*OPTIONS, EVERYTHING, EVERYTHING | {"temperature": 0.8})
+    """Return (requests with every sampling option, their plain outputs, engine options that they need)."""
+    sampling_options = (*OPTIONS, EVERYTHING, EVERYTHING | {"temperature": 0.8})
     guided = [{"json_schema": SCHEMA}, {"json_schema": SCHEMA, "temperature": 1.0, "min_p": 0.01}]
-    made = requests(8, 1, of_all) + [
+    made = requests(8, 1, sampling_options) + [
         (prompt, Sampling(40, seed=i, **guided[i])) for i, prompt in enumerate(prompts(2, seed=31))
     ]
-    made += [(prompt, Sampling(30)) for prompt in PROMPTS[:2]]  # which repeat themselves
+    made += [(prompt, Sampling(30)) for prompt in PROMPTS[:2]]  # repetitive, so that lookup drafts
     target = load_target(golden, Runtime("cpu", compile=False))
     options = {"guide": target.guide, "stop_ids": target.config["stop_ids"]}
     return made, alone(models, made, **options), options
 
 
-@pytest.mark.parametrize("name", cases(DRAFTING))
+@pytest.mark.parametrize("name", cases(SPECULATIVE))
 def test_in_pytorch(models, models1, asked, name):
-    """Three at a time, as they come and go; each is what it is alone."""
+    """Requests that join and leave a batch of 3 at random get the output of plain decoding at batch 1."""
     (made, expected, options), target = asked, models[0]
     drafter = make_drafter(name, *models, models1[1], lambda model: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False, **options)
@@ -79,12 +79,12 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert inside
 
 
-WHOLE = "draft-model", "pard"  # these are whole models
+FULL_MODELS = "draft-model", "pard"  # drafters that are full models, not heads
 
 
 @pytest.fixture(scope="module", params=("fp32", "bf16"))
 def on_kernels(request, golden):
-    """make(name) -> an engine on the CPU kernels, where 16-bit heads become w8a8; and the plain texts."""
+    """Return (make(name): an engine on the CPU kernels, with bf16 heads quantized to w8a8; plain outputs)."""
     llm = load(golden, device="cpu", dtype=request.param, **SIZES)
     target, (raw, _) = llm.target, load_model(golden, "cpu", llm.target.runtime.torch_dtype)
     assert target.model.runs_on_backend and target.backend.step.batch_invariant
@@ -95,14 +95,14 @@ def on_kernels(request, golden):
     def make(name: str) -> Engine:
         heads = [load_head(golden / kind, target.model, kind) for kind in ("eagle3", "eagle")]
         prepare(*heads)
-        model = target.model if name in WHOLE else raw  # new heads copy tables that are not packed
+        model = target.model if name in FULL_MODELS else raw  # new heads copy unpacked tables
         return Engine(target.model, make_drafter(name, model, *heads, prepare), **SIZES)
 
     return make, [ids(llm.engine, PROMPTS, sampling) for sampling in (Sampling(40), SAMPLED)]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("name", SPECULATIVE)
 def test_on_the_kernels(on_kernels, name):
     make, expected = on_kernels
     engine = make(name)
@@ -110,7 +110,7 @@ def test_on_the_kernels(on_kernels, name):
         check_texts(ids(engine, PROMPTS, sampling), want, list(zip(PROMPTS, sampling)))
 
 
-# With a state, mixtures, sinks, windows, convolutions, shared keys.
+# Recurrent state, MoE, attention sinks, sliding windows, short convolutions, shared KV.
 FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2-MoE", "Gemma 4 E2B", "Gemma 4 26B-A4B"
 
 
@@ -122,10 +122,10 @@ def family(request, tmp_path_factory):
 
 
 def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None, kv: str = "auto") -> tuple:
-    """A target on the kernels, its EAGLE-3 and EAGLE-1 heads, requests and their plain texts."""
+    """Return (target on kernels, raw target, [EAGLE-3, EAGLE-1 head], requests, plain outputs)."""
     _, folder = converted(made, name, dtype)
     if scheme:
-        quantize_folder(QuantizationPlan.of(folder, scheme), folder := made / "quantized")
+        quantize_folder(QuantizationPlan.from_folder(folder, scheme), folder := made / "quantized")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
     assert choose_backend("cpu").prepare(target)
     if not target.is_recurrent:
@@ -133,7 +133,7 @@ def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None
     folders = add_heads(made, folder, target.args.hidden_size)
     heads = [load_head(head, target) for head in folders]
     target.backend.prepare(*heads)
-    asked = requests(6, seed=5)  # longer than windows and blocks, greedy and sampled
+    asked = requests(6, seed=5)  # greedy and sampled, longer than sliding windows and kernel blocks
     return target, raw, heads, asked, alone((target, None), asked)
 
 
@@ -141,14 +141,14 @@ def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.expensive] * (name not in {"p-eagle", "dspark", "hydra++"}))
-    for name in DRAFTING
+    for name in SPECULATIVE
 ])
 def test_families(family, name):
-    """A request in a batch, as they come and go, has the text that it has alone without drafts."""
+    """As `test_in_pytorch`, on the CPU kernels and for every model family."""
     target, raw, heads, asked, expected = family
-    if target.is_recurrent and name in WHOLE:
+    if target.is_recurrent and name in FULL_MODELS:
         return  # refused, see tests/checkpoint/test_families.py
-    model = target if name in WHOLE else raw
+    model = target if name in FULL_MODELS else raw
     drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)

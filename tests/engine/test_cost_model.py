@@ -8,7 +8,7 @@ from engine.request import Request
 from engine.sampling import Sampling
 from schedulers import cost_model
 from schedulers.acceptance import REQUEST_DECAY, Acceptance
-from schedulers.cost_model import MAX_TREES, MIN_PROBE_INTERVAL, TRIALS, Costs, Plan, Size, Tuner
+from schedulers.cost_model import MAX_TREES, MIN_PROBE_INTERVAL, TRIALS, Costs, Size, TreePlan, Tuner
 from tree import TreeShape
 
 
@@ -26,7 +26,7 @@ class Machine:
         self.seconds = {"plain": 10.0, "head": 1.0, "level": 0.5, "node": 0.3} | seconds
         self.ease = 1.0
 
-    def drafted(self, choice: Plan, chance: float) -> tuple[Size, list[float]]:
+    def drafted(self, choice: TreePlan, chance: float) -> tuple[Size, list[float]]:
         """The size of the tree, and the chances of its first path: each node's best child is that likely."""
         (shape, costs), k = choice, choice.shape.width
         scores = [torch.tensor([[chance, *((1 - chance) / 9 for _ in range(k - 1))]]).log()]
@@ -220,7 +220,7 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
 
     tuner.start(request)
     tuner.run_trials(1, False, step)
-    assert {*kinds} == {None, Plan(shape)}
+    assert {*kinds} == {None, TreePlan(shape)}
     assert "tree 32/3/4, sized by the cost model" in tuner.describe([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
@@ -243,7 +243,7 @@ def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees)
         nodes = plan.shape.nodes if plan else 0
         chosen.append(nodes)
         of = 1, False, Size(nodes or 1, 0), plan is not None
-        expected = cost_model.typical_drafts(nodes) if plan else None
+        expected = cost_model.mean_accepted(nodes) if plan else None
         tuner.add(*of, times[nodes] / 1000)
         emitted = 1 + acceptance * (expected or 0.0)
         tuner.record(request, plan is not None, emitted, tuner.relative_cost(*of), expected)

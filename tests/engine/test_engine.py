@@ -15,7 +15,7 @@ from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.sampling import Sampling
 from families.mixed import causal
-from schedulers.cost_model import MAX_TREES, CostScheduler, Plan, Tuner
+from schedulers.cost_model import MAX_TREES, CostScheduler, TreePlan, Tuner
 from tree import TreeShape
 
 SHAPE = TreeShape(12, 3, 3)
@@ -160,7 +160,7 @@ def test_others_decode_while_a_prompt_is_read(models):
 def scheduler_of(*shapes, choose) -> CostScheduler:
     """A scheduler that takes the tree that `choose(requests, count)` returns, whatever it costs here."""
     scheduler = CostScheduler(Tuner(shapes, prunes=False))
-    scheduler.tuner.next = lambda *step: (shape := choose(*step)) and Plan(shape)
+    scheduler.tuner.next = lambda *step: (shape := choose(*step)) and TreePlan(shape)
     return scheduler
 
 
@@ -247,7 +247,7 @@ def test_ctrl_c_anywhere(models, seed):
     """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
     draw = random.Random(seed)
     texts, batch = prompts(8, seed=3, longest=90), draw.choice((1, 3))
-    kinds = *map(Plan, MAX_TREES), None, None
+    kinds = *map(TreePlan, MAX_TREES), None, None
     how = [Sampling(24, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
     drafter = Mixed(NGram(min_match=1), HeadDrafter(models[1], SMALL))

@@ -16,7 +16,7 @@ from checkpoint.convert import convert
 from checkpoint.load import read_config
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from checkpoint.sharded import shards_of
-from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, Scheme
+from kernels.quantized import INT4_MODES, LM_HEAD_MODES, Scheme
 from kernels.quantized import MODES as PRECISIONS
 
 pytestmark = pytest.mark.slow
@@ -49,8 +49,8 @@ def folder(golden, tmp_path_factory):
         # The seed gives the precisions of "wide" no near tie, which a sum over ranks may decide otherwise.
         convert(write_source(work / name, target_state(config, seed=3), config), out, quiet=True)
     for mode in PRECISIONS:
-        scheme = Scheme(mode, 32 if mode in FOUR_BITS else 0, LM_HEAD_MODES.get(mode, mode))
-        quantize_folder(QuantizationPlan.of(work / "exact", scheme), made / mode)
+        scheme = Scheme(mode, 32 if mode in INT4_MODES else 0, LM_HEAD_MODES.get(mode, mode))
+        quantize_folder(QuantizationPlan.from_folder(work / "exact", scheme), made / mode)
     (made / "golden").symlink_to(golden)
     return made
 

@@ -82,6 +82,6 @@ def test_a_text_that_differs_fails_the_run(run, capsys):
     (broken / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     assert run.go(out="broken") == 1
     printed = capsys.readouterr()
-    assert "eagle3 leaves the plain text" in printed.err and "token 2" in printed.err
+    assert "eagle3 differs from plain decoding" in printed.err and "token 2" in printed.err
     (difference,) = json.loads((broken / "differences.json").read_text())
     assert difference["tie"] is False and difference["gap"] > difference["bound"]

@@ -100,7 +100,7 @@ def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
     assert again.find("set", one, "eagle3", 0.0, "eagle3") == stored_answer(one, "eagle3")
     assert not again.find("set", one, "eagle3", 0.0, "another head")
     assert not again.find("set", {**one, "turns": ["another question"]}, "eagle3", 0.0, "eagle3")
-    again.forget("set", one, 0.0)
+    again.drop_answers("set", one, 0.0)
     assert {a.question for a in again.answers.values()} == {2}
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 

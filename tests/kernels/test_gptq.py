@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.stored import fit, four_bits, of_groups, restored, round_to
+from kernels.stored import dequantize_stored, expand_scales, fit, int4_kind, quantize_to_nearest
 
 
 def correlated(inputs: int, rows: int, seed: int) -> torch.Tensor:
@@ -20,15 +20,15 @@ def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
     weight[3] = 0
     x = correlated(inputs, 4096, seed=0)
     seen, unseen = x[:2048], x[2048:]
-    kind = four_bits(group)
+    kind = int4_kind(group)
     found = gptq(weight, second_moments(seen), kind)
     assert [(x.dtype, *x.shape) for x in found] == [
         (dtype, 40, size) for size, dtype in kind.sizes(inputs).values()]
-    assert not restored(kind, *found)[3].any()
+    assert not dequantize_stored(kind, *found)[3].any()
     scales = fit(kind, weight)
-    nearest = restored(kind, round_to(kind, weight, *scales), *scales)
+    nearest = dequantize_stored(kind, quantize_to_nearest(kind, weight, *scales), *scales)
     for x in (seen, unseen):
-        error = output_error(weight, restored(kind, *found), x)
+        error = output_error(weight, dequantize_stored(kind, *found), x)
         assert error < 0.75 * output_error(weight, nearest, x)
 
 
@@ -40,9 +40,10 @@ def test_second_moments_in_panels(monkeypatch):
 
 def test_where_inputs_are_not_correlated_it_is_the_nearest():
     """But for scales, whose units have more room."""
-    weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), four_bits(64)
-    want = of_groups(kind, *fit(kind, weight))
+    weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), int4_kind(64)
+    want = expand_scales(kind, *fit(kind, weight))
     for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):
         found, *scales = gptq(weight, hessian, kind)
-        torch.testing.assert_close(of_groups(kind, *scales), want, rtol=0.01, atol=0.01 * float(want.max()))
-        assert torch.equal(found, round_to(kind, weight, *scales))
+        expected_scales = expand_scales(kind, *scales)
+        torch.testing.assert_close(expected_scales, want, rtol=0.01, atol=0.01 * float(want.max()))
+        assert torch.equal(found, quantize_to_nearest(kind, weight, *scales))
