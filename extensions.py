@@ -66,9 +66,9 @@ TREE_FILES = "drafters.static:read_paths"  # reads --tree FILE
 STATIC_HEAD = "drafters.static:StaticHeadDrafter"
 # Target classes by the config field that selects them. The first field that is set wins, so order matters.
 TARGETS = {
-    "latent_rank": "families.latent:Latent",
+    "latent_rank": "families.latent:Latent", "mamba": "families.mamba:Mamba",
     **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
-    **dict.fromkeys(("sinks", "biases"), "families.gpt_oss:GptOss"),
+    "sinks": "families.gpt_oss:GptOss", "biases": "families.gpt_oss:GptOss",
     "global_head_dim": "families.gemma4:Gemma4", "conv_layers": "families.short_conv:ShortConv",
     **dict.fromkeys(
         ("output_norms", "scaled_embedding", "query_scalar", "local_rope_base", "zero_centred", "rotary_dim",

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import gemma4, latent, short_conv
+from checkpoint import gemma4, latent, mamba, short_conv
 from checkpoint.configs import model_fields, reject
 from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
@@ -351,8 +351,9 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         {"rms_norm_eps": 1e-5}, local_unscaled=True),
     "GraniteForCausalLM granite gguf:granite": _family(LAYER),
     "GraniteMoeHybridForCausalLM granitemoehybrid": _family(
-        GRANITE4, defaults={"position_embedding_type": "none"}, required={"num_local_experts": 0},
-        renamed={"shared_intermediate_size": "intermediate_size"}),
+        GRANITE4 | mamba.LAYER, required={"num_local_experts": 0},
+        renamed={"shared_intermediate_size": "intermediate_size"},
+        read=mamba.mamba_fields, change=mamba.gate_second),
     "GlmForCausalLM glm": _family(GLM, {}, GLM_DEFAULTS, neighbors=True),
     "Glm4ForCausalLM glm4 gguf:glm4": _family(
         GLM4, {"output_norms": True}, GLM_DEFAULTS, neighbors=True),

@@ -111,7 +111,7 @@ class GatedBlock(HybridBlock):
 
 
 class DeltaBlock(HybridBlock):
-    """A layer with a gated delta net in place of attention."""
+    """A layer with a gated delta net in place of attention. Tokens: the class of `path_tokens`."""
 
     def __init__(self, args: HybridArgs, layer: int = 0):
         super().__init__(args, layer)
@@ -126,6 +126,7 @@ class DeltaBlock(HybridBlock):
         self.taps = nn.Parameter(torch.zeros(args.delta_width, args.delta_taps))
         self.log_decay = nn.Parameter(torch.zeros(self.value_heads))
         self.step_bias = nn.Parameter(torch.zeros(self.value_heads))
+        self.conv_bias = self.skip = None
         self.out_scale = nn.Parameter(torch.ones(self.value_dim))
         self.eps = args.norm_eps
 
@@ -137,6 +138,8 @@ class DeltaBlock(HybridBlock):
         total = inputs[0].float() * self.taps[:, 0].float()
         for i, x in enumerate(inputs[1:], 1):
             total = total + x.float() * self.taps[:, i].float()
+        if self.conv_bias is not None:
+            total = total + self.conv_bias.float()
         dtype = inputs[0].dtype
         return invariant(F.silu, total.to(dtype).float()).to(dtype)
 
@@ -161,7 +164,7 @@ class DeltaBlock(HybridBlock):
 
     def path_tokens(self, visible: Tensor, mixed: Tensor, rates: Tensor) -> PathTokens:
         """Return the tokens of ring buffer entries."""
-        return PathTokens(visible, *self.split_mixed(mixed), *rates.chunk(2, dim=-1))
+        return self.Tokens(visible, *self.split_mixed(mixed), *rates.chunk(2, dim=-1))
 
     def gate_output(self, out: Tensor, gate: Tensor) -> Tensor:
         """Norm outputs [B, T, nv, dv] and multiply them by the gate [B, T, nv*dv] -> the input of `wo`."""
@@ -175,7 +178,7 @@ class PathTokens(NamedTuple):
     """Tokens on paths that start at one boundary.
 
     visible [B, M, M]: the path of each token, itself included. q, k, v: see `DeltaBlock.split_mixed`. g, b:
-    [B, M, nv].
+    [B, M, nv]. corrected: whether u is the difference of v and what the state holds for k.
     """
 
     visible: Tensor
@@ -184,10 +187,11 @@ class PathTokens(NamedTuple):
     v: Tensor
     g: Tensor
     b: Tensor
+    corrected = True
 
     def select(self, tokens: slice) -> PathTokens:
         """Return a range of the tokens."""
-        return PathTokens(self.visible[:, tokens, tokens], *(x[:, tokens] for x in self[1:]))
+        return type(self)(self.visible[:, tokens, tokens], *(x[:, tokens] for x in self[1:]))
 
     def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return u [B, M, nv, dv], G [B, M, nv], and outputs [B, M', nv, dv] from token `outputs_from` on.
@@ -198,11 +202,11 @@ class PathTokens(NamedTuple):
         for i in range(total.shape[1]):
             total = total + torch.where(self.visible[..., i, None], self.g[:, i, None], 0)
         decay = invariant(torch.exp, total)[..., None]
-        u = self.b[..., None] * (self.v - decay * read_state(state, self.k))
+        u = self.b[..., None] * (self.v - decay * read_state(state, self.k) if self.corrected else self.v)
         out = decay[:, rows] * read_state(state, self.q[:, rows])
         for i in range(u.shape[1]):
             fade = invariant(torch.exp, total - total[:, i, None])
-            below = slice(i + 1, None)
+            below = slice(i + 1, None if self.corrected else 0)
             near = self.b[:, below] * fade[:, below] * ordered_sum(self.k[:, below] * self.k[:, i, None])
             near = torch.where(self.visible[:, below, i, None], near, 0)
             u[:, below] -= near[..., None] * u[:, i, None]
@@ -226,6 +230,9 @@ class PathTokens(NamedTuple):
 def read_state(state: Tensor, x: Tensor) -> Tensor:
     """Return S^T x [B, M, nv, dv] of x [B, M, nv, dk]."""
     return ordered_sum((state[:, None] * x[..., None]).transpose(-1, -2))
+
+
+DeltaBlock.Tokens = PathTokens
 
 
 # See the regions of `model.py`.
@@ -319,6 +326,8 @@ class DeltaCache(nn.Module):
             raise ValueError(f"a pass of {projected.shape[1]} tokens: at most {MAX_PASS_TOKENS} (delta nets)")
         paths = shared.cached("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
         out = (self.kernel or DeltaCache.outputs)(self, block, projected, paths)
+        if block.skip is not None:
+            out = block.add_skip(out, self.gather(self.mixed, paths.slots))
         return _gate_output(block, out, projected)
 
     def write(self, block: DeltaBlock, projected: Tensor, paths: Paths) -> None:
@@ -446,10 +455,10 @@ class DeltaCaches(KVCaches):
 
 
 class Hybrid(Transformer):
-    """A target with delta nets and, in some layers, gated attention."""
+    """A target with delta nets and, in some layers, gated attention. has_kernel: backends compute them."""
 
     Args, Layer = HybridArgs, HybridBlock
-    is_recurrent = True
+    is_recurrent = has_kernel = True
     can_compile = property(lambda self: self.embed.device.type == "cuda")  # kernels advance the states
 
     def check_tree(self, shape) -> None:
@@ -470,7 +479,7 @@ class Hybrid(Transformer):
         where = embed.dtype, device or embed.device
         args = replace(self.args, num_layers=layers.count(0))  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
-        kernel = self.backend.delta if self.runs_on_backend else None
+        kernel = self.backend.delta if self.runs_on_backend and self.has_kernel else None
         deltas = DeltaCaches.of_layers(sum(layers), batch, self.args, *where, kernel, ring)
         places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
         return MixedCaches((attention, deltas), places)

@@ -90,6 +90,9 @@ VARIANTS = {
     "Granite 4": ("GraniteMoeHybrid", GRANITE | {
         "num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * LAYERS,
         "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
+    "Granite 4 H": ("GraniteMoeHybrid", GRANITE | {
+        "num_local_experts": 0, "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_n_groups": 2,
+        "mamba_d_state": 12, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}),
     "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
     "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL, "attention_bias": False}),
     "LFM2": ("Lfm2", LFM2),

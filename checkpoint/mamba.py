@@ -1,0 +1,57 @@
+"""Configs and tensors of Granite 4 with Mamba-2 layers, as published."""
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from checkpoint.dense import NameTable
+from checkpoint.source import Entry
+from common.errors import InputError
+
+LAYER: NameTable = {
+    "w_in.weight": ["mamba.in_proj.weight"], "w_out.weight": ["mamba.out_proj.weight"],
+    "taps": ["mamba.conv1d.weight"], "conv_bias": ["mamba.conv1d.bias"], "log_decay": ["mamba.A_log"],
+    "step_bias": ["mamba.dt_bias"], "skip": ["mamba.D"], "out_scale": ["mamba.norm.weight"],
+}
+EXPECTED = {  # keys, and the values that we compute; transformers 5 writes infinity as an object
+    "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
+    "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+}
+
+
+def mamba_fields(path: Path, config: dict) -> tuple[dict, dict]:
+    """Return the config for `checkpoint.configs.model_fields`, and further fields. Raises InputError."""
+    config = {"position_embedding_type": "none"} | config  # null, too
+    kinds = config.get("layer_types") or ["attention"] * (config.get("num_hidden_layers") or 0)
+    layers = [int(kind in ("mamba", "linear_attention")) for kind in kinds]
+    if not any(layers):
+        return config, {}
+    if {*kinds} - {"mamba", "linear_attention", "attention", "full_attention"} or all(layers):
+        raise InputError(f"{path}: layer_types { {*kinds} }; expected mamba and attention")
+    for key, expected in EXPECTED.items():
+        if (found := config.get(key, expected[0])) not in expected:
+            raise InputError(f"{path}: {key} {found} is not supported; expected {expected[0]}")
+    heads, width = config.get("mamba_n_heads", 128), config.get("mamba_expand", 2) * config["hidden_size"]
+    fields = {
+        "mamba": True, "delta_layers": layers, "delta_heads": heads, "delta_value_dim": width // heads,
+        "delta_key_heads": config.get("mamba_n_groups", 1), "delta_key_dim": config.get("mamba_d_state", 256),
+        "delta_taps": config.get("mamba_d_conv", 4),
+    }
+    return {k: v for k, v in config.items() if k != "layer_types"}, fields
+
+
+def gate_second(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with the gate's rows of input projections behind those of the convolution."""
+    gate = fields.get("delta_heads", 0) * fields.get("delta_value_dim", 0)
+
+    def entry(name: str, entry: Entry) -> Entry:
+        if not name.endswith("mamba.in_proj.weight") or entry.shape[0] < gate:
+            return entry
+        z, mixed, steps = torch.arange(entry.shape[0]).split(
+            (gate, entry.shape[0] - gate - fields["delta_heads"], fields["delta_heads"]))
+        return entry.changed(partial(torch.index_select, dim=0, index=torch.cat((mixed, z, steps))))
+
+    return {name: entry(name, tensor) for name, tensor in tensors.items()}
