@@ -353,7 +353,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "GraniteMoeHybridForCausalLM granitemoehybrid": _family(
         GRANITE4 | mamba.LAYER, required={"num_local_experts": 0},
         renamed={"shared_intermediate_size": "intermediate_size"},
-        read=mamba.mamba_fields, change=mamba.gate_second),
+        read=mamba.mamba_fields, change=mamba.in_our_order),
     "GlmForCausalLM glm": _family(GLM, {}, GLM_DEFAULTS, neighbors=True),
     "Glm4ForCausalLM glm4 gguf:glm4": _family(
         GLM4, {"output_norms": True}, GLM_DEFAULTS, neighbors=True),

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,15 +42,21 @@ def mamba_fields(path: Path, config: dict) -> tuple[dict, dict]:
     return {k: v for k, v in config.items() if k != "layer_types"}, fields
 
 
-def gate_second(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with the gate's rows of input projections behind those of the convolution."""
-    gate = fields.get("delta_heads", 0) * fields.get("delta_value_dim", 0)
+def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with rows in the order of a delta net: C, B, x, the gate, the steps.
 
-    def entry(name: str, entry: Entry) -> Entry:
-        if not name.endswith("mamba.in_proj.weight") or entry.shape[0] < gate:
-            return entry
-        z, mixed, steps = torch.arange(entry.shape[0]).split(
-            (gate, entry.shape[0] - gate - fields["delta_heads"], fields["delta_heads"]))
-        return entry.changed(partial(torch.index_select, dim=0, index=torch.cat((mixed, z, steps))))
+    Published: the gate, x, B, C, the steps.
+    """
+    if not fields.get("mamba"):
+        return tensors
+    values = fields["delta_heads"] * fields["delta_value_dim"]
+    sizes = values, values, *[fields["delta_key_heads"] * fields["delta_key_dim"]] * 2, fields["delta_heads"]
+    z, x, b, c, steps = torch.arange(sum(sizes)).split(sizes)
+    orders = {"in_proj.weight": torch.cat((c, b, x, z, steps))}
+    orders |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), torch.cat((c, b, x)) - values)
+
+    def entry(name: str, tensor: Entry) -> Entry:
+        order = orders.get(name.partition(".mamba.")[2])
+        return tensor if order is None or tensor.shape[0] != len(order) else tensor.rows(order)
 
     return {name: entry(name, tensor) for name, tensor in tensors.items()}

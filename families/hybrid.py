@@ -455,10 +455,10 @@ class DeltaCaches(KVCaches):
 
 
 class Hybrid(Transformer):
-    """A target with delta nets and, in some layers, gated attention. has_kernel: backends compute them."""
+    """A target with delta nets and, in some layers, gated attention."""
 
     Args, Layer = HybridArgs, HybridBlock
-    is_recurrent = has_kernel = True
+    is_recurrent = True
     can_compile = property(lambda self: self.embed.device.type == "cuda")  # kernels advance the states
 
     def check_tree(self, shape) -> None:
@@ -479,7 +479,7 @@ class Hybrid(Transformer):
         where = embed.dtype, device or embed.device
         args = replace(self.args, num_layers=layers.count(0))  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
-        kernel = self.backend.delta if self.runs_on_backend and self.has_kernel else None
+        kernel = self.backend.delta if self.runs_on_backend else None
         deltas = DeltaCaches.of_layers(sum(layers), batch, self.args, *where, kernel, ring)
         places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
         return MixedCaches((attention, deltas), places)

@@ -35,7 +35,7 @@ class MambaTokens(PathTokens):
 
 
 class MambaBlock(DeltaBlock):
-    """A Mamba-2 layer. `w_in` computes x, B and C, the gate, and the steps."""
+    """A Mamba-2 layer. `w_in` computes C, B and x, the gate, and the steps."""
 
     Norm, Tokens = RMSNorm, MambaTokens
 
@@ -55,8 +55,8 @@ class MambaBlock(DeltaBlock):
     def split_mixed(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return C and B [..., nv, dk] and x [..., nv, dv], in float32."""
         keys, groups = self.key_heads * self.key_dim, self.value_heads // self.key_heads
-        x, *both = mixed.float().split((self.widths[1], keys, keys), dim=-1)
-        b, c = (one.unflatten(-1, (self.key_heads, -1)).repeat_interleave(groups, dim=-2) for one in both)
+        *both, x = mixed.float().split((keys, keys, self.widths[1]), dim=-1)
+        c, b = (one.unflatten(-1, (self.key_heads, -1)).repeat_interleave(groups, dim=-2) for one in both)
         return c, b, x.unflatten(-1, (self.value_heads, -1))
 
     def add_skip(self, out: Tensor, mixed: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ class MambaBlock(DeltaBlock):
 
 
 class Mamba(Hybrid, Variant):
-    """A target with Mamba-2 layers. No kernel computes them."""
+    """A target with Mamba-2 layers."""
 
     Args, Layer, cpu_only = MambaArgs, MambaBlock, "Mamba layers"
-    has_kernel = can_compile = False
+    can_compile = False
 
     def make_layer(self, layer: int) -> TargetBlock:
         return (MambaBlock if self.args.delta_layers[layer] else VariantBlock)(self.args, layer)

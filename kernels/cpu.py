@@ -104,8 +104,8 @@ class CpuBackend(Backend):
     def delta(self, cache, block, projected: Tensor, paths) -> Tensor:
         """See `families.hybrid.DeltaCache.outputs`."""
         cache.write(block, projected, paths)
-        where = paths.length, paths.positions, paths.local
-        return self.ops.delta(cache.mixed, cache.rates, *where, cache.state, cache.start)
+        tokens, state = (paths.length, paths.positions, paths.local), (cache.state, cache.start)
+        return self.ops.delta(cache.mixed, cache.rates, *tokens, *state, block.Tokens.corrected)
 
 
 class CpuStep(Step):

@@ -19,6 +19,7 @@ struct DeltaHead {
   const Flags& local;
   const void* mixed;
   const bool bf16;  // `mixed`; else float32
+  const bool corrected;  // false for Mamba-2: values are not corrected, queries and keys not normed
   const int64_t T, ring, nk, nv, dk, dv, b, h;
   std::vector<float> k, u, total, q, v, read;  // k, u and total (the sum of g): by token
 
@@ -70,6 +71,7 @@ struct DeltaHead {
   }
   void key(int64_t slot, int64_t from, float scale, float* to) const {
     for (int64_t i = 0; i < dk; i++) to[i] = get(slot, from + i);
+    if (!corrected) return;
     const float length = std::sqrt(dot(to, to, dk) + 1e-6f);
     for (int64_t i = 0; i < dk; i++) to[i] = to[i] / length * scale;
   }
@@ -92,9 +94,9 @@ struct DeltaHead {
     while (parent >= 0 && !attends(parent)) parent--;
     total[me] = (parent < 0 ? 0 : total[parent]) + rate[h];
     const float decay = std::exp(total[me]);
-    apply(state, own_key, read.data());
-    for (int64_t i = 0; i < dv; i++) change[i] = step * (v[i] - decay * read[i]);
-    for (int64_t i = 0; i < me; i++)
+    if (corrected) apply(state, own_key, read.data());
+    for (int64_t i = 0; i < dv; i++) change[i] = step * (corrected ? v[i] - decay * read[i] : v[i]);
+    for (int64_t i = 0; corrected && i < me; i++)
       if (attends(i)) {
         const float weight = step * std::exp(total[me] - total[i]) * dot(own_key, &k[i * dk], dk);
         add(change, -weight, &u[i * dv], dv);
@@ -123,7 +125,7 @@ struct DeltaHead {
 // ring, 2 nk dk + nv dv] and `rates` [B, ring, 2 nv] have their inputs already. Advances states [B, nv, dk, dv]
 // (float32) and their boundaries start [B]. positions [B, T], local [B, T, T].
 Numbers delta(const Dense& mixed, const Numbers& rates, const Longs& length, const Longs& positions, const Flags& local,
-              Tensor& states, Tensor& start) {
+              Tensor& states, Tensor& start, bool corrected) {
   const int64_t B = positions.size(0), T = positions.size(1), nv = states.size(1), dk = states.size(2);
   const int64_t dv = states.size(3), size = dk * dv;
   const int64_t ring = mixed.size(1), nk = (mixed.size(2) - nv * dv) / (2 * dk), open = DeltaHead::OPEN + T;
@@ -135,7 +137,7 @@ Numbers delta(const Dense& mixed, const Numbers& rates, const Longs& length, con
   Team::run(threads(), [&](const Team& team) {
     team.parallel_for(B * nv, [&](int64_t i) {
       const int64_t b = i / nv, before = length[b];
-      DeltaHead head{rates, out, positions, local, data(mixed), is_bf16, T, ring, nk, nv, dk, dv, b, i % nv,
+      DeltaHead head{rates, out, positions, local, data(mixed), is_bf16, corrected, T, ring, nk, nv, dk, dv, b, i % nv,
                      zeros(open * dk), zeros(open * dv), zeros(open), zeros(dk), zeros(dv), zeros(dv)};
       float* committed = all_states + i * size;
       int64_t from = at[b];
