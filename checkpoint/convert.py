@@ -152,7 +152,7 @@ def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> 
                    " it with --prompt-ids")
     elif tokenizer.vocab_size > config["vocab_size"]:
         log_stderr(f"warning: {checkpoint}: its tokenizer has {tokenizer.vocab_size:,} ids, the model"
-                   f" {config['vocab_size']:,}; prompts with others are refused")
+                   f" {config['vocab_size']:,}; prompts with other ids are rejected")
     if not config["stop_ids"]:
         log_stderr(f"warning: {checkpoint} has no stop token; generation only stops at --max-new-tokens")
 

@@ -68,7 +68,7 @@ MISTAKES = (
     ("serve", "--cors localhost:3000", "--cors localhost:3000: an origin is *, or such as https://host or"),
     ("serve", "--host a..b", "--host a..b --port 0: "),
     ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
-    ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: several methods; write"),
+    ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: with several methods, write"),
     ("evaluate", "--sets cod", "--sets cod: no such set (did you mean code?); choose from code, math, qa"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),

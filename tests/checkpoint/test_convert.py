@@ -86,7 +86,8 @@ def test_tokenizer_files_come_along(tmp_path, capsys):
     write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text("hello")
     (source / "generation_config.json").write_text('{"eos_token_id": [7, 200]}')  # 200: no token
-    known = f"warning: {source}: its tokenizer has 258 ids, the model 96; larger ids are rejected"
+    known = (f"warning: {source}: its tokenizer has 258 ids, the model 96;"
+             " prompts with other ids are rejected")
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "out") == (0, [known])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "hello"
     assert (tmp_path / "out" / "tokenizer.json").is_file()

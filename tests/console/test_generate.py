@@ -180,7 +180,7 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     first, second = talk("one", "two")
     assert done.status == 0 and done.out == f"{first}\n\n\n{second}\n{first}\n"
     assert "error: the prompt has" in done.err and "(/reset starts over)" in done.err
-    assert "/reset starts over, /exit leaves" in done.err and done.err.count("\n15 tokens, ") == 3
+    assert "/reset starts over, /exit quits" in done.err and done.err.count("\n15 tokens, ") == 3
 
 
 def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):

@@ -84,7 +84,7 @@ def folder(golden, tmp_path_factory) -> Path:
     )),
     *(({"method": "rest", "flags": {"datastore": name}}, f"--datastore {name}: {words}") for name, words in (
         ("short", "no such file"), ("cut", "is not a file of 8 to"), ("few", "is not a file of 8 to"),
-        ("other", "has the id 320, the target has 0 to 319"),
+        ("other", "token id 320 is outside the target's vocabulary 0..319"),
     )),
 ], ids=str)
 def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):

@@ -114,7 +114,7 @@ def test_sets_are_named_by_file_or_folder(tmp_path):
     said: list[str] = []
     assert [*read_sets(None, 2, "mt_bench,code", said.append)] == ["writing", "code"] and len(said) == 1
     (tmp_path / "qa.jsonl").write_text('{"turns": ["what is 4?"]}\n')
-    with refused(f"{tmp_path / 'qa.jsonl'}: a set cannot be named qa"):
+    with refused(f"{tmp_path / 'qa.jsonl'}: the set name qa is reserved or used twice"):
         read_sets(tmp_path, None)
 
 

@@ -93,7 +93,7 @@ def unsupported(*args, **options):
 
 @pytest.mark.parametrize("capability, multiply, has_fp8, said", (
     ((8, 9), lambda *a, **o: None, True, []),
-    ((8, 9), unsupported, False, ["fp8 runs without tensor cores, which is slower (NOT_SUPPORTED)"]),
+    ((8, 9), unsupported, False, ["fp8 matmuls fall back to float32 without tensor cores (NOT_SUPPORTED)"]),
     ((8, 6), unsupported, False, []),
     ((7, 5), unsupported, False, [
         "this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton"]),

@@ -131,7 +131,10 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monk
 
 
 # train.py that saves its state after every step.
-SAVING = "import sys, train; from training import trainer; trainer.SAVE_INTERVAL = 0; sys.exit(train.main())"
+SAVING = (
+    "import sys, train; from training import trainer; trainer.SAVE_INTERVAL_SECONDS = 0;"
+    " sys.exit(train.main())"
+)
 
 
 def weights(folder: Path) -> dict:
@@ -244,5 +247,5 @@ def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_fil
 def test_a_loss_that_is_not_finite_ends_the_run(golden, prompt_file, tmp_path, capsys):
     changes = {"validate-prompts": 0, "batch-tokens": 200, "synthesize": 0, "lr": 1e6, "epochs": 9}
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 1
-    assert "nan at step 1; train with a smaller --lr" in capsys.readouterr().err.splitlines()[-1]
+    assert "gradient norm nan; train with a smaller --lr" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "head").exists()
