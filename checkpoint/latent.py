@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,9 +68,11 @@ def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[st
     orders = {"q_b_proj.weight": q, "kv_a_proj_with_mqa.weight": kv}
 
     def entry(name: str, entry: Entry) -> Entry:
+        if name.endswith("e_score_correction_bias"):  # a shift changes no choice; near 0, bf16 keeps more
+            return entry.changed(lambda x: x.float() - x.float().mean())
         rows = orders.get(name.rpartition("self_attn.")[2])
         fits = rows is not None and entry.shape[0] == len(rows)  # others are reported with all shapes
-        return entry.changed(partial(torch.index_select, dim=0, index=rows)) if fits else entry
+        return entry.rows(rows) if fits else entry
 
     layer = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
     return {name: entry(name, tensor) for name, tensor in tensors.items()

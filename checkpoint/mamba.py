@@ -33,9 +33,14 @@ def mamba_fields(path: Path, config: dict) -> tuple[dict, dict]:
     for key, expected in EXPECTED.items():
         if (found := config.get(key, expected[0])) not in expected:
             raise InputError(f"{path}: {key} {found} is not supported; expected {expected[0]}")
-    heads, width = config.get("mamba_n_heads", 128), config.get("mamba_expand", 2) * config["hidden_size"]
+    heads = config.get("mamba_n_heads", 128)
+    width = config.get("mamba_expand", 2) * config.get("hidden_size", 0)
+    size = width // heads if heads and width % heads == 0 else 0
+    if not size or config.get("mamba_d_head", "auto") not in ("auto", None, size):
+        raise InputError(f"{path}: mamba_n_heads {heads} and mamba_d_head {config.get('mamba_d_head')} do not"
+                         f" fit a width of {width}")
     fields = {
-        "mamba": True, "delta_layers": layers, "delta_heads": heads, "delta_value_dim": width // heads,
+        "mamba": True, "delta_layers": layers, "delta_heads": heads, "delta_value_dim": size,
         "delta_key_heads": config.get("mamba_n_groups", 1), "delta_key_dim": config.get("mamba_d_state", 256),
         "delta_taps": config.get("mamba_d_conv", 4),
     }

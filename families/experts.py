@@ -101,9 +101,12 @@ class SigmoidArgs(MixtureArgs):
 
 
 class SigmoidExperts(Experts):
-    """Experts with independent scores; a bias changes which are chosen, but not their weights."""
+    """Experts with independent scores; a bias changes which are chosen, but not their weights.
 
-    own_routing = True
+    eps: added to the sum of the chosen scores.
+    """
+
+    own_routing, eps = True, 1e-6
 
     def __init__(self, args: SigmoidArgs):
         super().__init__(args)
@@ -114,7 +117,7 @@ class SigmoidExperts(Experts):
         chosen = (scores + self.score_bias.float()).topk(self.used, dim=-1).indices
         weight = scores.gather(-1, chosen)
         if self.renormalize:
-            weight = weight / (ordered_sum(weight) + 1e-6)[:, None]
+            weight = weight / (ordered_sum(weight) + self.eps)[:, None]
         return weight * self.factor, chosen
 
 

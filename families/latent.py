@@ -36,6 +36,7 @@ class SharedExperts(nn.Module):
     def __init__(self, args: LatentArgs):
         super().__init__()
         self.routed = SigmoidExperts(args)
+        self.routed.eps = 1e-20
         self.shared = MLP(replace(args, intermediate_size=args.shared_expert_size))
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:

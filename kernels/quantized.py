@@ -207,7 +207,7 @@ class Quantized(nn.Module):
     group does not divide K.
     """
 
-    restore: Callable[[Quantized, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    restore: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, shape: tuple[int, ...], mode: str | Kind):
         super().__init__()
@@ -266,9 +266,11 @@ class Quantized(nn.Module):
         weight, scale = self.weight, self.scale
         if self.kind:
             if self.restore is not None:
-                weight, _ = self.restore(self, weight, scale)
-            stored = (x if index is None else x[index] for x in (weight, *self.scales))
-            exact = self.numbers(*stored).to(dtype)
+                weight, _ = self.restore(self, weight, scale, index)
+            elif index is not None:
+                weight = weight[index]
+            scales = (x if index is None else x[index] for x in self.scales)
+            exact = self.numbers(weight, *scales).to(dtype)
             return exact[..., self.order.argsort()] if self.kind.ordered else exact
         if index is not None:  # PyTorch cannot index fp8 tensors: index their bytes
             weight, scale = weight.view(torch.uint8)[index].view(weight.dtype), scale[index]

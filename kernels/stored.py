@@ -25,7 +25,7 @@ MIN_ACTIVATION_GROUP = 128  # int8 activations, with two-level scales; else the 
 class Kind(NamedTuple):
     """Storage format of a group-quantized weight.
 
-    mode: q4 or q8. group: group size. unit: inputs per super-scale, 256 or ROW; 0 for float32 scales without
+    mode: one of STORED. group: size. unit: inputs per super-scale, 256 or ROW; 0 for float32 scales without
     codes. minima: asymmetric. ordered: columns are permuted by the layer's `order` (GPTQ act-order, g_idx).
     """
 
@@ -77,6 +77,7 @@ class Kind(NamedTuple):
         group = math.gcd(self.group, other.group)
         # Four bits without minima are -8..7, with minima 0..15.
         mode = max(self.mode, other.mode, "q4" if self.minima == other.minima else "q6")
+        mode = self.mode if "f8" in (self.mode, other.mode) else mode
         return Kind(mode, group, unit, self.minima or other.minima, self.ordered)
 
 

@@ -19,7 +19,7 @@ MEAN_ACCEPTED = {1: 0.0, 8: 1.35, 16: 1.74, 32: 2.0, 60: 2.2}
 
 
 def mean_accepted(nodes: int) -> float:
-    """Interpolate TYPICAL_DRAFTS logarithmically in the number of nodes."""
+    """Interpolate MEAN_ACCEPTED logarithmically in the number of nodes."""
     below = max(n for n in MEAN_ACCEPTED if n <= nodes)
     above = min((n for n in MEAN_ACCEPTED if n > nodes), default=below)
     if above == below:

@@ -107,7 +107,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(plan.seed)
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
-        self.step = self.epoch = self.epoch_step = 0  # in_epoch: steps done in this epoch
+        self.step = self.epoch = self.epoch_step = 0  # epoch_step: steps done in this epoch
         self.seconds, self.before = 0.0, 0.0  # of training; of --minutes that were used up before training
         self.longest_step = 0.0  # seconds
         self.updating = False  # inside the optimizer step: the state is inconsistent, do not save it

@@ -92,8 +92,9 @@ def delta_kernel(
     d, e = tl.arange(0, BLOCK_K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     length = tl.load(length + b).to(tl.int32)
     first = boundary_after(length, BLOCK, LEVELS)
-    if h + tl.program_id(0) + tl.program_id(2) == 0:
-        tl.store(start + b, first.to(tl.int64))
+    if h + tl.program_id(0) + tl.program_id(2) == 0:  # never back: a free slot's state may be ahead
+        known = tl.where(length > 0, tl.load(start + b), 0)
+        tl.store(start + b, tl.maximum(known, first.to(tl.int64)))
     _, _, root = load_state(state, b, h, first, d, e, NV, DK, DV)
     for slot in range(first, length):
         root = read_token(root, slot, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)

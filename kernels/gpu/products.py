@@ -29,7 +29,7 @@ from torch import Tensor
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
-from kernels.quantized import MXFP4, Quantized, QuantizedLinear
+from kernels.quantized import INT8_ACTIVATION_MODES, MXFP4, Quantized, QuantizedLinear, round_inputs
 from kernels.stored import expand_scales, pack_pairs, pack_values, unpack_pairs, values
 
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
@@ -433,12 +433,14 @@ def _(x, weight, scale, bias, residual, outputs, bits, floats, group, float32):
 @with_fallback("linear", QuantizedLinear.product)
 def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, float32: bool) -> Tensor:
     """`QuantizedLinear.product` in one kernel."""
-    x, bits = layer.round_inputs(x), 4 if has_nibbles(layer) else 8
-    of_layer = layer.outputs, bits, layer.mode == "f8", layer.group
+    if layer.kind and layer.kind.ordered:  # `round_inputs` in the order of the weight
+        x = x[..., layer.order]
+        x = round_inputs(x, layer.kind.rounded_inputs) if layer.mode in INT8_ACTIVATION_MODES else x
+    else:
+        x = layer.round_inputs(x)
+    of_layer = layer.outputs, 4 if has_nibbles(layer) else 8, layer.mode == "f8", layer.group
     if not layer.kind:
         return linear(x, layer.weight, layer.scale, layer.bias, residual, *of_layer, float32)
-    if layer.kind.ordered:
-        x = x[..., layer.order]
     y = linear(x, layer.weight, layer.group_scales, layer.bias, None, *of_layer, True)
     if layer.kind.minima:  # they multiply the sums of groups of inputs
         y = y + F.linear(x.float().unflatten(-1, (-1, layer.group)).sum(-1), layer.shifts)
@@ -451,9 +453,21 @@ def has_nibbles(module: Quantized) -> bool:
     return module.mode in ("q4", MXFP4)
 
 
-def restore(module: Quantized, words: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight and scales of a module, or of some of its experts, as `reorder` found them."""
-    weight = from_register_order(words, module.outputs, module.inputs, has_nibbles(module))
+def restore(
+    module: Quantized, words: Tensor, scale: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return weight and scales of a module, or of some of its experts, as `reorder` found them.
+
+    rows [...]: only these rows of the weight, such as a pass's tokens of an embedding.
+    """
+    K, nibbles = module.inputs, has_nibbles(module)
+    if rows is None:
+        weight = from_register_order(words, module.outputs, K, nibbles)
+    else:
+        at, size = rows.flatten(), math.prod(_block_shape(128, K)) // (4 if nibbles else 2)
+        blocks = words[: -(-module.outputs // 128) * size].view(-1, size)[at // 128]
+        weight = from_register_order(blocks, 128, K, nibbles)
+        weight = weight[torch.arange(len(at), device=at.device), at % 128].unflatten(0, rows.shape)
     if module.kind and module.mode != "q4":
         weight = pack_values(module.kind, weight)
     return weight, scale if module.kind else scale.transpose(-1, -2)

@@ -22,7 +22,8 @@ from kernels.gpu import attention, delta, fallback, products, sampling
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.experts import fused_mix
-from kernels.quantized import Scheme, quantize_linears, replace_linears
+from kernels.quantized import QuantizedLinear, Scheme, quantize_linears, replace_linears
+from kernels.stored import Kind
 from tree import TreeShape
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
@@ -259,6 +260,20 @@ def test_the_layout_of_weights_is_inverted(four):
     weight = weight if four else weight.view(torch.int8)
     words = torch.stack([products.to_register_order(x) for x in weight])
     assert torch.equal(products.from_register_order(words, 70, 192 if four else 96, four), weight)
+
+
+@pytest.mark.parametrize("mode", ("q4", "q6", "q8"))
+def test_a_few_rows_are_restored(mode):
+    """An embedding that is the lm_head, too, is in register order; a pass reads a few of its rows."""
+    layer = QuantizedLinear(256, 300, False, Kind(mode, 32, 256, minima=mode == "q4"))
+    layer.weight.random_(*(-128, 128) if layer.weight.dtype == torch.int8 else (0, 256))
+    layer.scale.normal_()
+    layer.codes.random_(1, 64)
+    rows = torch.tensor([[0, 5, 299], [130, 127, 128]])
+    want = layer.dequantize(torch.float32, rows)
+    products.reorder(layer)
+    assert torch.equal(layer.dequantize(torch.float32, rows), want)
+    assert torch.equal(layer.dequantize(torch.float32)[rows], want)
 
 
 def test_lost_keys_are_seen_in_bfloat16():
