@@ -105,12 +105,12 @@ def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
     failed: dict[str, str] = {}
 
     def observe(name: str, kernel: Callable, definition: Callable, args: tuple):
-        written, state = lambda: (), ()
-        if name == "attend":
-            written = lambda: entries(args[0], args[3].slots)  # noqa: E731
-        elif name == "delta":
-            state = [(x, x.clone()) for x in (args[0].state, args[0].start)]
-            written = lambda: [x.clone() for x, _ in state]  # noqa: E731
+        state = [(x, x.clone()) for x in (args[0].state, args[0].start)] if name == "delta" else []
+
+        def written():
+            """Return copies of what the kernel or its definition has written, besides its result."""
+            return entries(args[0], args[3].slots) if name == "attend" else [x.clone() for x, _ in state]
+
         try:
             result = kernel(*args), written()
             for x, before in state:

@@ -47,7 +47,7 @@ class State(nn.Module):
     tokens [B, S']     prompt and output
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
     root [B, 1]        tokens[b, N], emitted but not committed
-    n_unread [B]          how many of the last committed tokens the drafter has not read yet
+    n_unread [B]       how many of the last committed tokens the drafter has not read yet
     features [B, R, F] the target's features of those, R >= W
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it

@@ -110,8 +110,68 @@ class GatedBlock(HybridBlock):
         return attended * invariant(torch.sigmoid, qkv[..., -width:])
 
 
+class PathTokens(NamedTuple):
+    """Tokens on paths that start at one boundary.
+
+    visible [B, M, M]: the path of each token, itself included. q, k, v: see `DeltaBlock.split_mixed`. g, b:
+    [B, M, nv]. corrected: whether u is the difference of v and what the state holds for k.
+    """
+
+    visible: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor
+    corrected = True
+
+    def select(self, tokens: slice) -> PathTokens:
+        """Return a range of the tokens."""
+        return type(self)(self.visible[:, tokens, tokens], *(x[:, tokens] for x in self[1:]))
+
+    def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return u [B, M, nv, dv], G [B, M, nv], and outputs [B, M', nv, dv] from token `outputs_from` on.
+
+        state [B, nv, dk, dv]: before the first token.
+        """
+        total, rows = torch.zeros_like(self.g), slice(outputs_from, None)
+        for i in range(total.shape[1]):
+            total = total + torch.where(self.visible[..., i, None], self.g[:, i, None], 0)
+        decay = invariant(torch.exp, total)[..., None]
+        u = self.b[..., None] * (self.v - decay * read_state(state, self.k) if self.corrected else self.v)
+        out = decay[:, rows] * read_state(state, self.q[:, rows])
+        for i in range(u.shape[1]):
+            fade = invariant(torch.exp, total - total[:, i, None])
+            below = slice(i + 1, None if self.corrected else 0)
+            near = self.b[:, below] * fade[:, below] * ordered_sum(self.k[:, below] * self.k[:, i, None])
+            near = torch.where(self.visible[:, below, i, None], near, 0)
+            u[:, below] -= near[..., None] * u[:, i, None]
+            near = fade[:, rows] * ordered_sum(self.q[:, rows] * self.k[:, i, None])
+            near = torch.where(self.visible[:, rows, i, None], near, 0)
+            out += near[..., None] * u[:, i, None]
+        return u, total, out
+
+    def advance(self, state: Tensor) -> Tensor:
+        """Return the state after the first BLOCK tokens, which form one path."""
+        first = self.select(slice(BLOCK))
+        first = first._replace(visible=torch.ones_like(first.visible).tril())
+        u, total, _ = first.solve(state, BLOCK)
+        state = invariant(torch.exp, total[:, -1])[..., None, None] * state
+        fade = invariant(torch.exp, total[:, -1:] - total)
+        for i in range(BLOCK):
+            state = state + (fade[:, i, :, None] * first.k[:, i])[..., None] * u[:, i, :, None]
+        return state
+
+
+def read_state(state: Tensor, x: Tensor) -> Tensor:
+    """Return S^T x [B, M, nv, dv] of x [B, M, nv, dk]."""
+    return ordered_sum((state[:, None] * x[..., None]).transpose(-1, -2))
+
+
 class DeltaBlock(HybridBlock):
     """A layer with a gated delta net in place of attention. Tokens: the class of `path_tokens`."""
+
+    Tokens = PathTokens
 
     def __init__(self, args: HybridArgs, layer: int = 0):
         super().__init__(args, layer)
@@ -172,67 +232,6 @@ class DeltaBlock(HybridBlock):
         x = x / (ordered_sum(x * x) / self.value_dim + self.eps).sqrt()[..., None]
         x = (self.out_scale * x.to(gate.dtype)).flatten(2).float()
         return (x * invariant(F.silu, gate.float())).to(gate.dtype)
-
-
-class PathTokens(NamedTuple):
-    """Tokens on paths that start at one boundary.
-
-    visible [B, M, M]: the path of each token, itself included. q, k, v: see `DeltaBlock.split_mixed`. g, b:
-    [B, M, nv]. corrected: whether u is the difference of v and what the state holds for k.
-    """
-
-    visible: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    b: Tensor
-    corrected = True
-
-    def select(self, tokens: slice) -> PathTokens:
-        """Return a range of the tokens."""
-        return type(self)(self.visible[:, tokens, tokens], *(x[:, tokens] for x in self[1:]))
-
-    def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return u [B, M, nv, dv], G [B, M, nv], and outputs [B, M', nv, dv] from token `outputs_from` on.
-
-        state [B, nv, dk, dv]: before the first token.
-        """
-        total, rows = torch.zeros_like(self.g), slice(outputs_from, None)
-        for i in range(total.shape[1]):
-            total = total + torch.where(self.visible[..., i, None], self.g[:, i, None], 0)
-        decay = invariant(torch.exp, total)[..., None]
-        u = self.b[..., None] * (self.v - decay * read_state(state, self.k) if self.corrected else self.v)
-        out = decay[:, rows] * read_state(state, self.q[:, rows])
-        for i in range(u.shape[1]):
-            fade = invariant(torch.exp, total - total[:, i, None])
-            below = slice(i + 1, None if self.corrected else 0)
-            near = self.b[:, below] * fade[:, below] * ordered_sum(self.k[:, below] * self.k[:, i, None])
-            near = torch.where(self.visible[:, below, i, None], near, 0)
-            u[:, below] -= near[..., None] * u[:, i, None]
-            near = fade[:, rows] * ordered_sum(self.q[:, rows] * self.k[:, i, None])
-            near = torch.where(self.visible[:, rows, i, None], near, 0)
-            out += near[..., None] * u[:, i, None]
-        return u, total, out
-
-    def advance(self, state: Tensor) -> Tensor:
-        """Return the state after the first BLOCK tokens, which form one path."""
-        first = self.select(slice(BLOCK))
-        first = first._replace(visible=torch.ones_like(first.visible).tril())
-        u, total, _ = first.solve(state, BLOCK)
-        state = invariant(torch.exp, total[:, -1])[..., None, None] * state
-        fade = invariant(torch.exp, total[:, -1:] - total)
-        for i in range(BLOCK):
-            state = state + (fade[:, i, :, None] * first.k[:, i])[..., None] * u[:, i, :, None]
-        return state
-
-
-def read_state(state: Tensor, x: Tensor) -> Tensor:
-    """Return S^T x [B, M, nv, dv] of x [B, M, nv, dk]."""
-    return ordered_sum((state[:, None] * x[..., None]).transpose(-1, -2))
-
-
-DeltaBlock.Tokens = PathTokens
 
 
 # See the regions of `model.py`.

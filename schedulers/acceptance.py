@@ -4,6 +4,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 # Decay per step of the moving averages of one request, and of all requests.
 REQUEST_DECAY, GLOBAL_DECAY = 0.98, 0.998
 PRIOR_STEPS = 12.0  # weight of the initial value of a ratio, in steps
@@ -20,12 +22,8 @@ MEAN_ACCEPTED = {1: 0.0, 8: 1.35, 16: 1.74, 32: 2.0, 60: 2.2}
 
 def mean_accepted(nodes: int) -> float:
     """Interpolate MEAN_ACCEPTED logarithmically in the number of nodes."""
-    below = max(n for n in MEAN_ACCEPTED if n <= nodes)
-    above = min((n for n in MEAN_ACCEPTED if n > nodes), default=below)
-    if above == below:
-        return MEAN_ACCEPTED[below]
-    fraction = math.log(nodes / below) / math.log(above / below)
-    return MEAN_ACCEPTED[below] + fraction * (MEAN_ACCEPTED[above] - MEAN_ACCEPTED[below])
+    sizes = [*map(math.log, MEAN_ACCEPTED)]
+    return float(np.interp(math.log(nodes), sizes, [*MEAN_ACCEPTED.values()]))
 
 
 class Ratio:
