@@ -331,7 +331,7 @@ LFM2 = ExtendedFamily(
         "num_key_value_heads": 8, "tie_word_embeddings": True,
     }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
                 "tie_embedding": "tie_word_embeddings"},
-    read=short_conv.conv_fields)
+    required={"block_use_swiglu": True, "use_pos_enc": True}, read=short_conv.conv_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
     "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl": _extended(
@@ -351,7 +351,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         {"rms_norm_eps": 1e-5}, local_unscaled=True),
     "GraniteForCausalLM granite gguf:granite": _family(LAYER),
     "GraniteMoeHybridForCausalLM granitemoehybrid": _family(
-        GRANITE4 | mamba.LAYER, required={"num_local_experts": 0},
+        GRANITE4 | mamba.LAYER, required={"num_local_experts": 0, "normalization_function": "rmsnorm"},
         renamed={"shared_intermediate_size": "intermediate_size"},
         read=mamba.mamba_fields, change=mamba.in_our_order),
     "GlmForCausalLM glm": _family(GLM, {}, GLM_DEFAULTS, neighbors=True),
@@ -366,9 +366,11 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         MIXTURE, {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True),
     "Qwen3VLMoeForConditionalGeneration qwen3_vl_moe Qwen3OmniMoeForConditionalGeneration"
     " gguf:qwen3vlmoe+experts": _family(
-        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": True, "head_dim": 128, **NO_WINDOW}, experts=True),
+        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": True, "head_dim": 128, **NO_WINDOW}, experts=True,
+        required={"use_qk_norm": True, "shared_expert_intermediate_size": 0}),
     "Phi3ForCausalLM phi3 gguf:phi3": _family(
-        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1}),
+        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1},
+        required={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
     "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
         GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
     "Gemma4ForConditionalGeneration gemma4 Gemma4ForCausalLM gemma4_text"
@@ -383,13 +385,14 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
     "Lfm2ForCausalLM lfm2 Lfm2VlForConditionalGeneration lfm2_vl gguf:lfm2": LFM2,
     "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
-        LFM2, experts=True, required={"use_expert_bias": True},
+        LFM2, experts=True, required=LFM2.required | {"use_expert_bias": True},
         defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),
     "Glm4MoeLiteForCausalLM glm4_moe_lite": _family(
         SHARED_EXPERT | latent.LAYER | {"mlp.w_gate_up.weight": LAYER["mlp.w_gate_up.weight"],
                                         "mlp.w_down.weight": LAYER["mlp.w_down.weight"]},
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1, "norm_topk_prob": True},
-        renamed={"n_routed_experts": "num_experts"}, required={"n_group": 1, "rope_interleave": True},
+        renamed={"n_routed_experts": "num_experts"}, required={
+            "n_group": 1, "rope_interleave": True, "topk_method": "noaux_tc", "partial_rotary_factor": 1},
         experts=True, stacks=latent.LATENT_STACKS, read=latent.latent_fields, change=latent.in_our_order),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,

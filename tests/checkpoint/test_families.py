@@ -24,9 +24,10 @@ from helpers.families import (
     top_tokens,
 )
 from helpers.heads import add_heads
+from helpers.published import PUBLISHED, make_published
 from safetensors.torch import load_file
 
-from checkpoint.convert import family_of
+from checkpoint.convert import convert, family_of
 from checkpoint.load import load_head, load_model, read_config
 from checkpoint.sharded import shards_of
 from checkpoint.source import Source
@@ -140,9 +141,6 @@ MEANT = [  # configs as published, which leave much unsaid: the windows of 8 lay
     ("Llama", {"max_position_embeddings": 16384, "original_max_position_embeddings": 8192, **LINEAR},
      None, 32768),
     ("Qwen2", {"max_position_embeddings": 32768, **YARN}, None, 131072),
-    ("GraniteMoeHybrid", {"layer_types": ["attention"] * 8, "num_local_experts": 0}, None, 2048),
-    ("Glm4MoeLite", {"q_lora_rank": 8, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16,
-                     "first_k_dense_replace": 1}, None, 2048),
     ("Ministral3", {"max_position_embeddings": 4096, "rope_parameters": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
         "llama_4_scaling_beta": 0.1}}, None, 1024),
@@ -153,7 +151,11 @@ def fields_of(family: str, keys: dict) -> dict:
     """Our config of a published one."""
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
     config = sizes | {"num_hidden_layers": 8, "num_attention_heads": 4} | keys
-    source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
+    return read_fields(f"{family}ForCausalLM", config)
+
+
+def read_fields(architecture: str, config: dict) -> dict:
+    source = Source(Path("x"), architecture, config, {}, [], None, bool)
     return family_of(source).fields(source)
 
 
@@ -308,3 +310,49 @@ def test_what_these_targets_do_not_do(folder):
     }.items():
         with pytest.raises((ValueError, InputError, RuntimeError), match=words), torch.no_grad():
             make()
+
+
+# -- configs as published ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config(tmp_path, name):
+    """Its layers cut, weights random: the logits of transformers."""
+    reference = make_published(tmp_path / "in", name)
+    target, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
+    tokens = torch.randint(0, V, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(tokens).logits, target.logits(causal(target, tokens)[0])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+HARMLESS = {
+    "architectures", "attention_dropout", "block_dim", "block_mlp_init_scale", "block_norm_eps",
+    "block_out_init_scale",
+    "block_use_xavier_init", "bos_token_id", "cache_implementation", "conv_dim", "conv_dim_out",
+    "conv_use_xavier_init", "dtype", "embd_pdrop", "eos_token_id", "init_method", "initializer_range",
+    "mamba_chunk_size", "max_window_layers", "model_type", "no_rope_layer_interval", "num_heads",
+    "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop",
+    "router_aux_loss_coef", "topk_group", "torch_dtype", "transformers_version", "use_cache",
+}
+OTHER = {bool: lambda v: not v, int: lambda v: 2 * v + 2, float: lambda v: 2 * v + 1, str: lambda v: "odd",
+         list: lambda v: v[1:] or [1], dict: lambda v: {"rope_type": "odd"}}
+
+
+def test_keys_are_refused_or_count():
+    """Every key of a published config changes our fields or is refused with another value, but HARMLESS ones.
+    """
+    silent, loud = set(), set()
+    for published in PUBLISHED.values():
+        whole = published.get("thinker_config", published)
+        text, others = whole.get("text_config", whole), whole if "text_config" in whole else {}
+        for key, value in text.items():
+            changed = value if value is None else OTHER[type(value)](value)
+            configs = [one | others for one in (text, text | {key: changed})]
+            try:
+                usual, other = (read_fields(published["architectures"][0], one) for one in configs)
+                (silent if usual == other else loud).add(key)
+            except InputError:
+                loud.add(key)
+    assert silent - loud == HARMLESS

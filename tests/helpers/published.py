@@ -1,0 +1,64 @@
+"""Configs of published models (`published.json`: their text parts as published), cut to tiny sizes."""
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+from helpers.families import EARS, EYES, LAYERS, V, as_thinker
+
+PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text())
+CUT = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), V), "num_hidden_layers": LAYERS,
+    **dict.fromkeys(("hidden_size", "block_dim", "conv_dim", "conv_dim_out"), 64), "block_multiple_of": 16,
+    **dict.fromkeys(("intermediate_size", "block_ff_dim", "shared_intermediate_size"), 96),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 4), "num_global_key_value_heads": 1,
+    **dict.fromkeys(("num_experts", "n_routed_experts"), 6), "moe_intermediate_size": 32,
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2), "num_kv_shared_layers": 3,
+    **dict.fromkeys(("head_dim", "v_head_dim", "mamba_d_head"), 16), "global_head_dim": 32,
+    "mamba_n_heads": 8, "mamba_d_state": 12, "kv_lora_rank": 32, "q_lora_rank": 24,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "hidden_size_per_layer_input": 8,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "mrope_section": [3, 3, 2],
+}
+
+
+def cut(config: dict) -> dict:
+    """A config with 8 layers and small sizes."""
+    def of(key: str, value):
+        if isinstance(value, dict) and key != "rope_parameters":
+            return cut(value)
+        if key == "num_key_value_heads":
+            return 4 if value == config["num_attention_heads"] else 2
+        if key == "full_attn_idxs" and value:
+            return [i for i in value if i < LAYERS]
+        if isinstance(value, list) and key not in CUT:  # of layers, or of 16 x 0.75 / 2 frequencies
+            return value[: 6 if key.endswith("_factor") else LAYERS]
+        return CUT[key] if key in CUT and value else value
+
+    return {key: of(key, value) for key, value in config.items()}
+
+
+def make_published(folder: Path, name: str) -> torch.nn.Module:
+    """Write a tiny random model with the config of a published one -> the model of transformers."""
+    raw = cut(PUBLISHED[name])
+    given = raw.get("thinker_config", raw)
+    kind = raw["architectures"][0].removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    text, dropped = given.get("text_config"), ("architectures", "model_type", "dtype", "torch_dtype")
+    eyes = EYES.get(kind.replace("Unified", "").removesuffix("Moe"), EYES["Qwen3VL"])
+    kind += "Thinker" * ("thinker_config" in raw)
+    options = {k: v for k, v in given.items() if k not in dropped}
+    if text:
+        options |= {"vision_config": eyes, "text_config": {k: v for k, v in text.items() if k != "dtype"}}
+        options.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if "audio_config" in given:
+        options["audio_config"] = EARS
+    config = getattr(transformers, f"{kind}Config")(**options)
+    torch.manual_seed(0)
+    model = getattr(transformers, kind + ("ForConditionalGeneration" if text else "ForCausalLM"))(config)
+    for n, p in model.float().eval().requires_grad_(False).state_dict().items():
+        p.normal_(int(n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in kind)), 0.2)
+    model.save_pretrained(folder)
+    if "thinker_config" in raw:
+        as_thinker(folder)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return model
