@@ -355,7 +355,8 @@ def _entry(
         return pack_values(to, q), *regroup(known.kind, to, *scales)
 
     known = TYPES.get(tensor.type.name) if len(shape) == 2 else None
+    read_as = dtype if known or tensor.type.name in UNQUANTIZED else torch.float32  # which is rounded once
     return Entry(
-        shape, dtype, lambda: by_blocks(lambda rows: (tensor.numbers(rows).to(dtype),), 4)[0],
+        shape, dtype, lambda: by_blocks(lambda rows: (tensor.numbers(rows).to(read_as),), 4)[0],
         "" if tensor.type.name in UNQUANTIZED else tensor.type.name,
         known and Grouped(known.kind, lambda to: by_blocks(partial(stored, to), 1)))

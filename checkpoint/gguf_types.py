@@ -45,6 +45,16 @@ def _exponent(blocks: Tensor) -> Found:
     return torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 127) / 2, None  # 255: infinite
 
 
+def _e4m3(blocks: Tensor) -> Found:
+    from gguf.quants import NVFP4
+
+    return torch.from_numpy(NVFP4.ue4m3_to_fp32(blocks[:, :4].numpy())).float()[:, None], None
+
+
+def _ternary(blocks: Tensor) -> Found:  # of two groups
+    return _half(blocks, blocks.shape[1] - 2).expand(1, 2, -1).permute(2, 0, 1), None
+
+
 def _six_bits(blocks: Tensor) -> Found:  # of Q4_K and Q5_K
     low, middle, high = blocks[:, 4:16].contiguous().view(torch.int32).unbind(1)
     codes = torch.stack((low & SIX, high & LOW | low >> 2 & HIGH,
@@ -82,6 +92,9 @@ TYPES = {
     "Q8_0": GGUFType(Kind("q8", 32), _first, ONE),
     "IQ4_NL": GGUFType(Kind("q8", 32), _first, ONE),
     "MXFP4": GGUFType(Kind("q6", 32), _exponent, bytes([128])),
+    "NVFP4": GGUFType(Kind("q6", 16), _e4m3, bytes([64] * 4)),
+    "TQ1_0": GGUFType(Kind("q4", 128), _ternary, tail=ONE),
+    "TQ2_0": GGUFType(Kind("q4", 128), _ternary, tail=ONE),
     "Q2_K": GGUFType(Kind("q6", 16, 256, True), _q2_k, bytes([1] * 16), ONE + ZERO),
     "Q3_K": GGUFType(Kind("q6", 16, 256), _q3_k, tail=bytes([0x11] * 8 + [0xAA] * 4) + ONE),
     "Q4_K": GGUFType(Kind("q4", 32, 256, True), _six_bits, K_HEAD),

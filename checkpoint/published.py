@@ -233,7 +233,7 @@ METHODS = {
 def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[dict, dict[str, Entry]]:
     """Return a folder's config and tensors with the weights of quantized layers in the place of their parts.
 
-    They are read as bfloat16 or, see `Entry.grouped`, as they are stored. A method that is not known is left
+    They are read in float32 or, see `Entry.grouped`, as they are stored. A method that is not known is left
     as it is. Raises InputError on a variant of one that we would read wrongly.
     """
     key = next(key for key in QUANTIZATION if config.get(key))
@@ -265,6 +265,6 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
                 return read(*given)
 
         grouped = grouped and grouped._replace(read=partial(checked, grouped.read))
-        dense = partial(checked, lambda whole=whole: whole.numbers().bfloat16())
+        dense = partial(checked, whole.numbers)
         found[name] = Entry(whole.shape, torch.bfloat16, dense, method, grouped)
     return {k: v for k, v in config.items() if k != key}, found

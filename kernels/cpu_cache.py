@@ -64,7 +64,7 @@ class CpuCaches(KVCaches):
             layer_table = self.backend.ops.layer_table(*tensors, args.norm_eps)
             rope = model.inv_freq.float(), args.rope_factor
             embed = model.embed  # as the C++ type Table
-            table = embed.table if hasattr(embed, "table") else (embed.weight, None, None)
+            table = embed.table if hasattr(embed, "table") else (embed.weight, None, None, None, False)
             self._network = model, (*table, *rope, layer_table, args.norm_eps)
         return self._network[1]
 

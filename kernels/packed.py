@@ -99,17 +99,20 @@ class PackedLinear(Packed):
 
 
 class PackedEmbedding(nn.Module):
-    """A `QuantizedEmbedding` that reads the rows of its packed weight, which may be the lm_head's too."""
+    """A `QuantizedEmbedding` that reads rows as stored: of a mapped file, only these take memory."""
 
-    def __init__(self, layer: PackedLinear, table: QuantizedEmbedding, dtype: torch.dtype):
+    def __init__(self, backend, table: QuantizedEmbedding, dtype: torch.dtype):
         super().__init__()
-        self.layer, self.dtype, self.device = layer, dtype, table.device
-        # An empty dense table, then packed weight and scales.
-        self.table = torch.empty(0, table.inputs, dtype=dtype), *layer.operands[:2]
+        self.backend, self.dtype, self.device = backend, dtype, table.device
+        stored = in_integers(table)
+        codes = stored.codes if stored.kind.unit else None
+        # An empty dense table, then the C++ type Table's parts of a stored one.
+        empty = torch.empty(0, table.inputs, dtype=dtype)
+        self.table = empty, stored.weight, stored.scale, codes, stored.kind.minima
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] -> their embeddings [..., H]."""
-        rows = self.layer.backend.ops.embed(tokens.flatten()[None], *self.table)
+        rows = self.backend.ops.embed(tokens.flatten()[None], *self.table)
         return rows.view(*tokens.shape, -1)
 
 
@@ -288,9 +291,9 @@ def pack_models(backend, *models: nn.Module) -> bool:
             elif name != "lm_head" and isinstance(child, nn.Embedding | PackedEmbedding):
                 continue  # rows are read from the table
             elif supports_module(child, dtype, device):
-                layer = packed(child, dtype)
                 is_table = name == EMBED and isinstance(child, QuantizedEmbedding)
-                setattr(parent, name, PackedEmbedding(layer, child, dtype) if is_table else layer)
+                layer = PackedEmbedding(backend, child, dtype) if is_table else packed(child, dtype)
+                setattr(parent, name, layer)
             elif not is_mixture(child):
                 pack_children(child, dtype, device)
 
@@ -491,7 +494,7 @@ def _pack(
 # Weights are in huge pages where the system has them: a pass reads every weight, 4 KB pages cause TLB misses,
 # and hardware prefetching stops at a page.
 HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and mostly on aarch64
-CHUNK_BYTES = 64 << 20  # per allocation; pages that are never written take no memory
+CHUNK_BYTES = 256 << 20  # per allocation; pages that are never written take no memory
 CACHE_LINE_BYTES = 64
 _free_chunk = torch.empty(0, dtype=torch.uint8)  # the rest of the latest chunk
 _chunk_lock = threading.Lock()  # models may be loaded by several threads

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from common.errors import InputError
+from common.memory import return_freed_memory
 from engine.draft import Drafter, NetworkDrafter
 from engine.engine import Engine
 from engine.request import Request
@@ -409,6 +410,7 @@ class CostScheduler(Scheduler):
             engine.lag = lag
             for request in [*filter(None, engine.slots.requests)]:
                 engine.remove(request)
+            return_freed_memory()  # logits of trees that no later step has
 
     def describe(self, noisy: bool) -> str:
         return self.tuner.describe(self.counts, noisy)

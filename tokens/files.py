@@ -114,10 +114,10 @@ def stop_ids(eos: str | None, control: Mapping[str, int]) -> list[int]:
 
 def add_tokens(
     model: tokenizers.Tokenizer, settings: dict, path: Path
-) -> tuple[dict[int, str], dict[int, AddedToken]]:
+) -> tuple[int, dict[int, AddedToken]]:
     """Add the tokens of the settings to the tokenizer of a file, and set the flags of tokens that it has.
 
-    Returns id -> text of all tokens, and id -> token of those beside the vocabulary. Raises InputError on
+    Returns one more than the highest id, and id -> token of those beside the vocabulary. Raises InputError on
     ids that are too high.
     """
     new = _set_flags(model, settings)
@@ -135,7 +135,7 @@ def add_tokens(
                          f" {MAX_GAPS:,} gaps")
     fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, size))
     model.add_tokens([free.get(i, filler) for i, filler in enumerate(fillers, begin)])
-    return tokens, added | free
+    return size, added | free
 
 
 def _set_flags(model: tokenizers.Tokenizer, settings: dict) -> list[tuple[int, AddedToken]]:

@@ -83,7 +83,6 @@ class JsonBackend:
     """A tokenizer of the `tokenizers` library.
 
     size: one more than the highest id
-    ids: the ids of the vocabulary
     added: id -> `AddedToken`, tokens beside the vocabulary; those with `special` are control tokens
     special_tokens_map: "bos_token" -> "<s>", ..., for names that the settings lack
     bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
@@ -96,7 +95,7 @@ class JsonBackend:
     def __init__(self, path: Path, settings: dict, model: tokenizers.Tokenizer | None = None):
         model = model or tokenizers.Tokenizer.from_file(str(path))
         self._without_special = model
-        self._tokens, self.added = files.add_tokens(model, settings, path)
+        self.size, self.added = files.add_tokens(model, settings, path)
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
         probe, nonce = model.encode("a"), secrets.token_hex(8)
@@ -112,7 +111,7 @@ class JsonBackend:
         self._placeholders = {i: f"\ue000{nonce}:{i}\ue001" for i in self.control.values()}
         model.add_tokens([AddedToken(text, normalized=False) for text in self._placeholders.values()])
         self._originals = {model.token_to_id(placeholder): i for i, placeholder in self._placeholders.items()}
-        self.ids, self.size, self.id_of = self._tokens.keys(), 1 + max(self._tokens), model.token_to_id
+        self.id_of, self._token_of = model.token_to_id, model.model.id_to_token
         self.special_tokens_map = {}
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
@@ -132,8 +131,8 @@ class JsonBackend:
         return [self._originals.get(i, i) for i in self.encode(cut + text[starts[-1] :], False)]
 
     def bytes_of(self, i: int) -> bytes:
-        """Return the bytes that an id of the vocabulary stands for, b"" for other ids."""
-        token = self._tokens.get(i, "")
+        """Return the bytes of an id that is not in `added`, b"" for ids beyond the vocabulary."""
+        token = self._token_of(i) or ""
         if self._byte_level:
             return bytes(BYTES[c] for c in token) if BYTES.keys() >= set(token) else token.encode()
         return piece_bytes(token, self._byte_fallback)

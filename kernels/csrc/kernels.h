@@ -46,6 +46,15 @@ struct Weight {
   bool rounds() const { return format >= W8A8; }  // x is rounded to int8
 };
 
+// A quantized matrix in integers, row by row as its file has it, see kernels/stored.py. units: scales of a row.
+struct StoredTable {
+  const uint8_t* weight;
+  const float* scale;
+  const int8_t* codes;
+  int64_t inputs, bits, units, groups;
+  bool minima;
+};
+
 // The keys or values of a layer [B, S, kv_heads, hd], with the strides of sequences, slots and heads in elements.
 // Reading is fastest if the slots of a head are contiguous.
 //
@@ -121,8 +130,8 @@ struct Kernels {
   static void linear(int threads, const void* x, int64_t M, const Weight& w, const void* residual, Gate gate,
                      bool to_float, int64_t N, void* out);
 
-  // The rows `indices` [M] of a weight as its source stores it, dequantized -> out [M, inputs].
-  static void rows(const Weight& w, const int64_t* indices, int64_t M, void* out);
+  // The rows `indices` [M] of a table, dequantized -> out [M, inputs].
+  static void rows(const StoredTable& table, const int64_t* indices, int64_t M, void* out);
 
   // All between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Writes keys and values to the cache.
   static void attend(int threads, const PassArgs& args, const void* qkv, const AttentionLayer& layer, void* out);

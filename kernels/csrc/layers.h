@@ -47,12 +47,33 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
   });
 }
 
+// Row n of a stored table, dequantized -> out [K], as kernels/stored.py: numbers.
+inline void stored_row(const StoredTable& t, int64_t n, float* out) {
+  const int64_t count = 1 + t.minima, group = t.inputs / t.groups;
+  const uint8_t* bytes = t.weight + n * t.inputs * t.bits / 8;
+  for (int64_t g = 0; g < t.groups; g++) {
+    float scale[2] = {};
+    for (int64_t i = 0; i < count; i++) {
+      scale[i] = t.scale[(n * count + i) * t.units + g * t.units / t.groups];
+      if (t.codes) scale[i] *= float(t.codes[(n * count + i) * t.groups + g]);
+    }
+    for (int64_t k = g * group; k < (g + 1) * group; k++) {
+      const uint8_t* four = bytes + k / 4 * 3;  // values of 6 bits
+      const int q = t.bits == 8   ? int8_t(bytes[k])
+                    : t.bits == 4 ? (bytes[k / 2] >> k % 2 * 4 & 15) - (t.minima ? 0 : 8)
+                                  : ((four[k % 4 / 2] >> k % 2 * 4 & 15) | (four[2] >> k % 4 * 2 & 3) << 4) - 32;
+      const float product = float(q) * scale[0];
+      out[k] = t.minima ? product - scale[1] : product;
+    }
+  }
+}
+
 template <class E>
-void Kernels<E>::rows(const Weight& w, const int64_t* indices, int64_t M, void* out) {
-  const int64_t K = inputs_of<Input<E>>(w);
+void Kernels<E>::rows(const StoredTable& table, const int64_t* indices, int64_t M, void* out) {
+  const int64_t K = table.inputs;
   const Buffer<Value<Fp32>> row(K);
   for (int64_t m = 0; m < M; m++) {
-    stored_row(w, indices[m], row);
+    stored_row(table, indices[m], row);
     auto* to = static_cast<Value<E>*>(out) + m * K;
     for (int64_t k = 0; k < K; k += LANES) E::put(to + k, Fp32::get(row + k, K - k), K - k);
   }

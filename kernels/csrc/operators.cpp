@@ -12,8 +12,9 @@ void use_threads(int64_t count) { requested_threads = count; }
 
 // A packed weight, its scale and its bias.
 using Operands = std::tuple<Tensor, Maybe, Maybe>;
-// An embedding table [V, H]; or of none [0, H], whose dtype counts, the packed weight and the scales of a stored one.
-using Table = std::tuple<Tensor, Maybe, Maybe>;
+// An embedding table [V, H]; or none [0, H], whose dtype counts, with the weight, scales and codes of a stored one, and
+// whether it has minima.
+using Table = std::tuple<Tensor, Maybe, Maybe, Maybe, bool>;
 // A network: embeddings, RoPE's inverse frequencies [hd/2] or [2, hd/2], the factor of its sines and cosines, the
 // layers (see `layer_table`), eps of the norms.
 using Network = std::tuple<Table, Tensor, double, Tensor, double>;
@@ -200,12 +201,16 @@ std::tuple<Numbers, Numbers> angles(const Longs& positions, const Numbers& inver
 
 // The embeddings [B, T, H] of tokens.
 Tensor embed(const Longs& tokens, const Table& embeddings) {
-  const auto& [table, packed, records] = embeddings;
+  const auto& [table, weight, scale, codes, minima] = embeddings;
   const int64_t B = tokens.size(0), T = tokens.size(1);
-  if (!packed) return gather_rows(table, B, T, [&](int64_t i) { return tokens[i]; });
-  Tensor out = empty({B, T, table.size(1)}, table.scalar_type());
+  if (!weight) return gather_rows(table, B, T, [&](int64_t i) { return tokens[i]; });
+  const int64_t H = table.size(1), units = scale->size(1) / (1 + minima);
+  const StoredTable stored{static_cast<const uint8_t*>(data(weight)), floats(scale),
+                           static_cast<const int8_t*>(data(codes)),
+                           H, weight->size(1) * 8 / H, units, codes ? codes->size(1) / (1 + minima) : units, minima};
+  Tensor out = empty({B, T, H}, table.scalar_type());
   dispatch_dtype(out, [&](auto kernels) {
-    kernels.rows(weight(&*packed, &*records, nullptr), &tokens[0], B * T, out.mutable_data_ptr());
+    kernels.rows(stored, &tokens[0], B * T, out.mutable_data_ptr());
   });
   return out;
 }

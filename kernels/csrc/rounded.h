@@ -308,34 +308,6 @@ inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
     store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
 }
 
-// Row n of a weight with `Records`, dequantized -> out [K], as kernels/stored.py: numbers.
-inline void stored_row(const Weight& w, int64_t n, float* out) {
-  const auto [minima, unit] = std::pair(w.records.minima, w.records.unit);
-  const bool bytes = w.format == Weight::W8A8, sixes = w.format == Weight::W6A8;
-  const bool codes = w.records.kind == Records::CODES;
-  const int64_t word = Rounding::of(w).per_word, group = w.steps / w.groups * word, c = n % BLOCK, b = n / BLOCK;
-  const int64_t count = 1 + minima, floats = count * BLOCK * sizeof(float), half = BLOCK / 2, quarter = BLOCK / 4;
-  const int64_t of_unit = floats + (codes ? unit * count * BLOCK : 0);
-  const char* records = static_cast<const char*>(w.scales) + b * (w.groups / unit) * of_unit;
-  for (int64_t g = 0; g < w.groups; g++) {
-    const char* at = records + g / unit * of_unit;
-    float scale[2] = {};
-    for (int64_t i = 0; i < count; i++) {
-      std::memcpy(&scale[i], at + (i * BLOCK + c) * sizeof(float), sizeof(float));
-      if (codes) scale[i] *= float(int8_t(at[floats + (g % unit * count + i) * BLOCK + c]));
-    }
-    for (int64_t k = g * group; k < (g + 1) * group; k++) {
-      const char* step = w.block(b) + k / word * (w.size / w.steps) + k % word;
-      const int low = uint8_t(step[c % half * word]) >> c / half * 4 & 15;
-      const int q = bytes   ? int8_t(step[c * word] ^ WEIGHT_OFFSET)
-                    : sixes ? (low | (step[(half + c % quarter) * word] >> c / quarter * 2 & 3) << 4) - 32
-                            : low - (minima ? 0 : 8);
-      const float product = float(q) * scale[0];
-      out[k] = minima ? product - scale[1] : product;
-    }
-  }
-}
-
 // `block_product` for a tile of rounded rows. Sums within a group are exact; groups are added in order. S: `Scales`.
 template <class Columns, int R, class S>
 [[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Prefetcher next,

@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
 from checkpoint.convert import convert
-from checkpoint.gguf_types import TYPES, read_stored
 from checkpoint.load import load_model, read_config
 from families.mixed import causal
-from kernels.stored import Kind, numbers, pack_values, regroup, values
 
 
 def test_quantized(tmp_path, target, monkeypatch):
@@ -43,71 +41,6 @@ def test_quantized(tmp_path, target, monkeypatch):
         # Q8_0: half a step of max|block|/127, then bf16's 8 bits.
         bound = tensor.abs().max() * (1 / 254 + 1 / 256)
         assert (state[name].float() - tensor).abs().max() < bound, name
-
-
-def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Blocks of random bits, whose float16 scales are 2^-7."""
-    size, in_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(rows).integers(0, 256, (rows, columns // size, in_bytes), np.uint8)
-    last = in_bytes - 2
-    for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (last - 2, last),
-               "Q3_K": (last,), "Q6_K": (last,)}.get(kind.name, (0,)):
-        blocks[..., at : at + 2] = 0, 0x20
-    if kind.name == "MXFP4":
-        blocks[..., 0] = 120
-    return blocks.reshape(rows, -1)
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_every_type_as_it_is_stored(name):
-    kind, (own, *_) = gguf.GGMLQuantizationType[name], TYPES[name]
-    blocks = random_blocks(kind, 6, 512)
-    q, scale, codes = read_stored(kind, blocks)
-    tensors = pack_values(own, q), scale, codes
-    for tensor, (size, _) in zip(tensors, own.sizes(512).values()):
-        assert tensor.shape == (6, size)
-    expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-    assert torch.equal(numbers(own, values(own, tensors[0]), scale, codes), expected)
-    wider = own.joined(Kind("q8", 16))
-    again = regroup(own, wider, scale, codes)
-    assert torch.equal(numbers(wider, values(wider, pack_values(wider, q)), *again), expected)
-
-
-def test_types_side_by_side(tmp_path):
-    """A Gemma 3 in Q4_K_M has four types of matrices, and no type of the whole file."""
-    types = {f"blk.0.{name}.weight": gguf.GGMLQuantizationType[kind] for name, kind in {
-        "attn_q": "Q4_K", "attn_k": "Q5_0", "attn_v": "Q8_0", "attn_output": "Q4_K", "ffn_gate": "Q5_0",
-        "ffn_up": "Q5_0", "ffn_down": "Q6_K"}.items()} | {"token_embd.weight": gguf.GGMLQuantizationType.Q8_0}
-    w = gguf.GGUFWriter(file := tmp_path / "m.gguf", "gemma3")
-    w.add_block_count(1), w.add_context_length(256), w.add_embedding_length(256)
-    w.add_feed_forward_length(512), w.add_head_count(4), w.add_head_count_kv(4), w.add_key_length(64)
-    w.add_value_length(64), w.add_layer_norm_rms_eps(1e-6), w.add_rope_freq_base(1e6)
-    w.add_sliding_window(64), w.add_eos_token_id(1)
-    for norm, size in {"output_norm": 256, "blk.0.attn_norm": 256, "blk.0.ffn_norm": 256,
-                       "blk.0.post_attention_norm": 256, "blk.0.post_ffw_norm": 256,
-                       "blk.0.attn_q_norm": 64, "blk.0.attn_k_norm": 64}.items():
-        w.add_tensor(f"{norm}.weight", np.ones(size, np.float32))
-    stored = {}
-    for name, kind in types.items():
-        rows = 512 if "ffn_gate" in name or "ffn_up" in name else 256
-        stored[name] = random_blocks(kind, rows, 512 if "ffn_down" in name else 256)
-        w.add_tensor(name, stored[name], raw_dtype=kind)
-    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
-    state = load_file(convert(file, tmp_path / "out", dtype="bf16", quiet=True) / "model.safetensors")
-    expected = {name: torch.from_numpy(gguf.quants.dequantize(stored[name], kind)).bfloat16()
-                for name, kind in types.items()}
-    q, k, v = (expected[f"blk.0.attn_{x}.weight"] for x in "qkv")
-    assert torch.equal(state["layers.0.wqkv.weight"], torch.cat((q, k, v)))
-    assert torch.equal(state["layers.0.mlp.w_down.weight"], expected["blk.0.ffn_down.weight"])
-    assert torch.equal(state["embed.weight"], expected["token_embd.weight"])
-    stored, config = load_model(convert(file, tmp_path / "stored", quiet=True))
-    assert config["quantization"]["kinds"] == {
-        "layers.0.wqkv": "q8-32-0-min", "layers.0.wo": "q4-32-256-min", "layers.0.mlp.w_gate_up": "q6-32-0",
-        "layers.0.mlp.w_down": "q6-16-256", "embed": "q8-32-0"}
-    exact = load_model(tmp_path / "out")[0]
-    for name in config["quantization"]["kinds"]:
-        weight = stored.get_submodule(name).dequantize(torch.bfloat16)
-        assert torch.equal(weight, exact.get_submodule(name).weight), name
 
 
 def gguf_experts(stacks: dict, arch: str) -> dict:

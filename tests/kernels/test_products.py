@@ -76,7 +76,8 @@ def test_six_bits_give_the_bits_of_eight(each_isa, mode, inputs, rows):
 @pytest.mark.parametrize("mode, inputs", STORED)
 def test_rows_of_an_embedding_table(each_isa, dtype, mode, inputs):
     layer, tokens = random_layer(mode, inputs, 75, dtype), torch.tensor([[74, 0, 31], [32, 5, 64]])
-    table = torch.empty(0, inputs, dtype=dtype), *PackedLinear(each_isa, layer, dtype).operands[:2]
+    codes, minima = layer.codes if layer.kind.unit else None, layer.kind.minima
+    table = torch.empty(0, inputs, dtype=dtype), layer.weight, layer.scale, codes, minima
     same(each_isa.ops.embed(tokens, *table), layer.dequantize(dtype, tokens))
 
 
