@@ -126,6 +126,31 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
     return model.eval()
 
 
+def describe(writer, a: ModelArgs, file: int) -> None:
+    """Write the metadata of a shape. file: a `gguf.LlamaFileType`."""
+    import gguf
+
+    experts = getattr(a, "num_experts", 0)
+    for add, value in (
+        (writer.add_block_count, a.num_layers), (writer.add_context_length, a.max_seq_len),
+        (writer.add_embedding_length, a.hidden_size), (writer.add_feed_forward_length, a.intermediate_size),
+        (writer.add_head_count, a.num_heads), (writer.add_head_count_kv, a.num_kv_heads),
+        (writer.add_key_length, a.head_dim), (writer.add_value_length, a.head_dim),
+        (writer.add_rope_dimension_count, a.head_dim), (writer.add_layer_norm_rms_eps, a.norm_eps),
+        (writer.add_rope_freq_base, a.rope_base), (writer.add_vocab_size, a.vocab_size),
+        (writer.add_tokenizer_model, "none"), (writer.add_file_type, file),
+        (writer.add_quantization_version, gguf.GGML_QUANT_VERSION), (writer.add_expert_count, experts),
+        (writer.add_expert_used_count, getattr(a, "experts_per_token", 0)),
+        (writer.add_expert_feed_forward_length, a.intermediate_size if experts else 0),
+    ):
+        add(value)
+    if isinstance(a, GptOssArgs):
+        writer.add_sliding_window(max(a.windows))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(a.rope_scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(a.rope_scaling["original_max_position_embeddings"])
+
+
 def write_gguf(name: str, out: Path) -> None:
     """Write random weights of a LLaMA, Qwen3-MoE or gpt-oss shape for llama-bench.
 
@@ -136,7 +161,7 @@ def write_gguf(name: str, out: Path) -> None:
     import numpy as np
 
     a = shape_of(name)[0]
-    used, experts = getattr(a, "experts_per_token", 0), getattr(a, "num_experts", 0)
+    experts = getattr(a, "num_experts", 0)
     gpt_oss, kinds, files = isinstance(a, GptOssArgs), gguf.GGMLQuantizationType, gguf.LlamaFileType
     family, file, expert_type, embedding_type, weight_type = (
         ("gpt-oss", files.MOSTLY_MXFP4_MOE, kinds.MXFP4, kinds.Q8_0, kinds.Q8_0) if gpt_oss else
@@ -144,25 +169,8 @@ def write_gguf(name: str, out: Path) -> None:
          kinds.Q4_0 if a.hidden_size % 256 else kinds.Q6_K, kinds.Q4_0)
     )
     writer = gguf.GGUFWriter(out, family, use_temp_file=True)
+    describe(writer, a, file)
     q, kv, width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.hidden_size
-    for add, value in (
-        (writer.add_block_count, a.num_layers), (writer.add_context_length, a.max_seq_len),
-        (writer.add_embedding_length, width), (writer.add_feed_forward_length, a.intermediate_size),
-        (writer.add_head_count, a.num_heads), (writer.add_head_count_kv, a.num_kv_heads),
-        (writer.add_key_length, a.head_dim), (writer.add_value_length, a.head_dim),
-        (writer.add_rope_dimension_count, a.head_dim), (writer.add_layer_norm_rms_eps, a.norm_eps),
-        (writer.add_rope_freq_base, a.rope_base), (writer.add_vocab_size, a.vocab_size),
-        (writer.add_tokenizer_model, "none"), (writer.add_file_type, file),
-        (writer.add_quantization_version, gguf.GGML_QUANT_VERSION), (writer.add_expert_count, experts),
-        (writer.add_expert_used_count, used),
-        (writer.add_expert_feed_forward_length, a.intermediate_size if experts else 0),
-    ):
-        add(value)
-    if gpt_oss:
-        writer.add_sliding_window(max(a.windows))
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(a.rope_scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(a.rope_scaling["original_max_position_embeddings"])
     draw = np.random.default_rng(0)
 
     def add_matrix(key: str, *shape: int, kind=weight_type) -> None:
