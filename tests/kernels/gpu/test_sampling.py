@@ -41,9 +41,9 @@ def test_ties(device, backend):
 def test_restrict(device, backend):
     top_k = torch.tensor([0, 0, 1, 50, V // 2], device=device)
     top_p = torch.tensor([0.9, 1e-6, 1.0, 0.95, 0.999], device=device)
-    temperature, logits = torch.tensor([0.7, 1.3, 1.0, 0.8, 0.0], device=device), random(device, 5, 2, V)
-    logits[:, 0, :7] = logits[:, 0].amax(-1, keepdim=True)
-    logits[:, 1, :9], logits[:, 1, 4:6], logits[3, 1, 50:] = 0.0, -0.0, float("-inf")
+    temperature, logits = torch.tensor([0.7, 1.3, 1.0, 0.8, 0.0], device=device), random(device, 5, 1, V)
+    logits[:2, :, :7] = logits[:2].amax(-1, keepdim=True)
+    logits[2:4, :, :9], logits[2:4, :, 4:6], logits[3, :, 50:] = 0.0, -0.0, float("-inf")
     given = logits, temperature, top_k, top_p
     check(lambda: backend.step.restrict(*given), lambda: Step().restrict(*given))
 
