@@ -387,12 +387,13 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
         LFM2, experts=True, required=LFM2.required | {"use_expert_bias": True},
         defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),
-    "Glm4MoeLiteForCausalLM glm4_moe_lite": _family(
+    "Glm4MoeLiteForCausalLM glm4_moe_lite gguf:deepseek2+experts": _family(
         SHARED_EXPERT | latent.LAYER | {"mlp.w_gate_up.weight": LAYER["mlp.w_gate_up.weight"],
                                         "mlp.w_down.weight": LAYER["mlp.w_down.weight"]},
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1, "norm_topk_prob": True},
         renamed={"n_routed_experts": "num_experts"}, required={
-            "n_group": 1, "rope_interleave": True, "topk_method": "noaux_tc", "partial_rotary_factor": 1},
+            "n_group": 1, "rope_interleave": True, "topk_method": "noaux_tc", "partial_rotary_factor": 1,
+            "expert_gating_func": 2},
         experts=True, stacks=latent.LATENT_STACKS, read=latent.latent_fields, change=latent.in_our_order),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import gemma4
+from checkpoint import gemma4, latent
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
 from checkpoint.gguf_types import TYPES, read_stored
@@ -49,6 +49,9 @@ SAME = {
     "expert_weights_scale": "routed_scaling_factor", "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+    "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+    "expert_shared_count": "n_shared_experts", "expert_group_count": "n_group",
+    "expert_gating_func": "expert_gating_func",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }
 KINDS = "full_attention", "sliding_attention"  # of layers without and with a window
@@ -87,9 +90,11 @@ HEADS = {
     }, {"norm_before_residual": False, "tie_word_embeddings": False}),
 }
 FUSED = (  # in no table: they are taken apart
-    "model.layers.{i}.linear_attn.in_proj_ba.weight", "model.layers.{i}.experts.{e}.gate_up_proj.weight")
+    "model.layers.{i}.linear_attn.in_proj_ba.weight", "model.layers.{i}.experts.{e}.gate_up_proj.weight",
+    *(f"model.layers.{{i}}.self_attn.{x}_b_proj.weight" for x in "kv"))
 LEAVES = {"sinks": ".weight", "layer_scalar": ".weight", "expert_bias": ".bias"}  # that llama.cpp adds
-OTHERS = {  # that gguf's table of names does not know: of Gemma 4, and of the MTP layer after the last
+OTHERS = {  # that gguf's table of names does not know: of Gemma 4 and GLM, of the MTP layer after the last
+    "blk.0.exp_probs_b.bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
     "blk.0.ffn_gate_inp.scale": "model.layers.{i}.router.scale",
     "blk.0.ffn_down_exps.scale": "model.layers.{i}.router.per_expert_scale",
     **{f"blk.0.nextn.{theirs}.weight": f"mtp.{ours}.weight" for theirs, ours in (
@@ -188,7 +193,7 @@ def _names(arch: str, family: Family) -> dict[str, str]:
         for name in asked, asked.removeprefix("model."):
             if theirs := known.get_name(name, try_suffixes=(".weight", ".bias")):
                 found[theirs] = ours
-    return found | OTHERS
+    return OTHERS | found
 
 
 def _name(theirs: str, names: dict[str, str], layers: int) -> str:
@@ -220,6 +225,9 @@ def _config(
     def get(key: str, default=None):
         return fields.get(f"{arch}.{key}", default)
 
+    if arch == "deepseek2":  # its cache holds one head of other sizes
+        fields = fields | {f"{arch}.{n}": get(f"{n}_mla")
+                           for n in ("attention.key_length", "attention.value_length")}
     config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
     config |= {key: _shortest_decimal(value) for key, value in config.items() if isinstance(value, float)}
     hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
@@ -248,6 +256,8 @@ def _config(
     }
     if arch == "gemma4":
         config |= gemma4.from_gguf(path, config, get, tensors, divisors)
+    if arch == "deepseek2":
+        config |= latent.from_gguf(config, rotary)
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 
@@ -286,10 +296,10 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict 
     keys = {"original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     values = {name: get(f"rope.scaling.{key}") for name, key in keys.items()}
-    # llama.cpp multiplies the usual factor of yarn by these, and writes one of them.
+    # llama.cpp multiplies the usual factor of yarn by these, and writes one of them; of OLMo 3 the whole.
     extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")
     if kind == "yarn" and extra and factor:
-        values["attention_factor"] = extra * (0.1 * math.log(factor) + 1)
+        values["attention_factor"] = extra * (1 if arch == "olmo2" else 0.1 * math.log(factor) + 1)
     if arch == "mistral3":  # its two factors of YaRN cancel
         values |= {"attention_factor": 1.0, "llama_4_scaling_beta": get("attention.temperature_scale")}
     if arch == "gpt-oss":  # a key of its config that a GGUF has not

@@ -56,6 +56,33 @@ def latent_fields(path: Path, config: dict) -> tuple[dict, dict]:
     return config | {"head_dim": size}, fields
 
 
+def from_gguf(config: dict, rotary: int) -> dict:
+    """Return the keys of a published config that a GGUF file's say otherwise."""
+    return {
+        "qk_rope_head_dim": rotary, "qk_nope_head_dim": config["head_dim"] - rotary,
+        "v_head_dim": config["head_dim"], "first_k_dense_replace": config.get("num_dense_layers"),
+        "partial_rotary_factor": None, "rope_scaling": config.get("rope_scaling"),
+    }
+
+
+def _whole(fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with those of keys and values, of which GGUF files have two of each head, in one."""
+    found = {name: entry for name, entry in tensors.items() if not re.search(r"[kv]_b_proj\.weight\[", name)}
+    for name in tensors:
+        if not name.endswith("k_b_proj.weight[0]"):
+            continue
+        keys, values = name[: -len("k_b_proj.weight[0]")] + "{}_b_proj.weight[{}]", range(fields["num_heads"])
+        parts = [(tensors[keys.format("k", e)], tensors[keys.format("v", e)]) for e in values]
+
+        def read(parts=parts) -> torch.Tensor:
+            return torch.cat([x for k, v in parts for x in (k.read().T, v.read())])
+
+        rows = sum(k.shape[1] + v.shape[0] for k, v in parts)
+        found[name.replace(".k_b_proj.weight[0]", ".kv_b_proj.weight")] = Entry(
+            (rows, parts[0][1].shape[1]), parts[0][1].dtype, read)
+    return found
+
+
 def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
     """Return the tensors of all layers, without the MTP layer after them, rotary pairs as in `ModelArgs`.
 
@@ -74,6 +101,7 @@ def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[st
         fits = rows is not None and entry.shape[0] == len(rows)  # others are reported with all shapes
         return entry.rows(rows) if fits else entry
 
-    layer = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
-    return {name: entry(name, tensor) for name, tensor in tensors.items()
-            if not layer[name] or int(layer[name][1]) < fields["num_layers"]}
+    layer = {name: re.match(r"(?:model\.layers|blk)\.(\d+)\.", name) for name in tensors}
+    return {name: entry(name, tensor) for name, tensor in _whole(fields, tensors).items()
+            if not name.startswith("mtp.") and not (
+                layer.get(name) and int(layer[name][1]) >= fields["num_layers"])}

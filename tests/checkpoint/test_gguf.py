@@ -75,7 +75,8 @@ def gemma4_keys(config) -> dict:
 def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
     """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
     config, state = reference.config.get_text_config(), {
-        n.replace("language_model.", ""): t for n, t in reference.state_dict().items() if "vision" not in n}
+        n.replace("language_model.", ""): t for n, t in reference.state_dict().items()
+        if not re.search("vision|visual|audio|projector", n)}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     keys = config.to_dict()
@@ -94,6 +95,17 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
         keys |= gemma4_keys(config)
         state = {n.replace("router.scale", "ffn_gate_inp.scale").replace(
             "router.per_expert_scale", "ffn_down_exps.scale"): t for n, t in state.items()}
+    for n in [n for n in state if "shared_mlp" in n]:  # of Granite 4
+        parts = state.pop(n).chunk(2) if "input" in n else [state.pop(n)]
+        names = ("gate", "up") if "input" in n else ("down",)
+        state |= {re.sub(r"shared_mlp\.\w+", f"mlp.{x}_proj", n): t for x, t in zip(names, parts)}
+    if arch == "deepseek2":
+        for n in [n for n in state if "kv_b_proj" in n]:
+            k, v = state.pop(n).unflatten(0, (4, -1)).split((12, 20), dim=1)
+            state |= {n.replace("kv_b", "k_b"): k.transpose(1, 2), n.replace("kv_b", "v_b"): v}
+        state = {n.replace("correction_bias", "correction.bias"): t for n, t in state.items()}
+        keys |= {"num_key_value_heads": 1, "head_dim": 32, "num_dense_layers": 1}
+        experts = keys["num_experts"] = config.n_routed_experts
     if arch.startswith("lfm2"):
         keys |= {
             "num_key_value_heads": [2 * (kind == "full_attention") for kind in kinds], "rms_norm_eps": 1e-5,
@@ -123,6 +135,12 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
         if rope["rope_type"] in ("linear", "yarn"):
             w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
             w.add_rope_scaling_factor(rope["factor"])
+        if arch == "deepseek2":
+            w.add_q_lora_rank(24), w.add_kv_lora_rank(32), w.add_expert_shared_count(1)
+            w.add_key_length_mla(20), w.add_value_length_mla(20), w.add_rope_dimension_count(8)
+        if arch == "olmo2" and kinds:
+            w.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+            w.add_rope_scaling_yarn_attn_factor(1.25)
         if "original_max_position_embeddings" in rope:
             w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "short_factor" in rope:
@@ -192,7 +210,9 @@ def comparable(config: dict) -> dict:
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3"),
     ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
     ("Phi-4-mini", "phi3"), ("Gemma 2", "gemma2"), ("SmolLM3", "smollm3"), ("OLMo 2", "olmo2"),
-    ("LFM2", "lfm2"), ("LFM2-MoE", "lfm2moe"), ("Granite 3", "granite"), ("GLM-4-0414", "glm4"),
+    ("LFM2", "lfm2"), ("LFM2-MoE", "lfm2moe"), ("Granite 3", "granite"), ("Granite 4", "granite"),
+    ("OLMo 3", "olmo2"), ("Qwen3-VL", "qwen3vl"), ("Qwen3-Omni", "qwen3vlmoe"), ("Mistral Small 3", "llama"),
+    ("GLM-4-0414", "glm4"), ("GLM-4.7-Flash", "deepseek2"),
     *((f"Gemma 4 {size}", "gemma4") for size in ("E2B", "31B", "26B-A4B")), ("Ministral 3", "mistral3"),
     ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),

@@ -20,8 +20,12 @@ from checkpoint.export import export, main
 from checkpoint.load import load_head, load_model, read_config
 from common.errors import InputError
 from convert_checkpoint import main as convert_main
+from engine.draft import HeadDrafter
+from engine.engine import Engine
+from engine.sampling import Sampling
 from head import Head
 from networks.weights import own_state, twin
+from tree import TreeShape
 
 
 def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
@@ -125,7 +129,10 @@ EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
     "a head_dim that the config gets wrong": ({"hd": 8, "head_dim": 12}, (), {}),
     "own embedding, fc bias": ({"embedding": True, "bias": True}, (), {}),
     "another width": ({"hidden": 32, "embedding": True, "target_hidden_size": H}, (), {}),
+    "two features": ({"aux": 2, "eagle_config": {AUX: [1, 5]}}, (), {}),
     "five features": ({"aux": 5, "eagle_config": {AUX: [1, 2, 3, 4, 5]}}, (), {}),
+    "five features, the whole vocabulary (DeepSpec)": (
+        {"aux": 5, "draft": V, "target_layer_ids": [1, 2, 3, 4, 5], "num_target_layers": LAYERS}, (), {}),
     "fc_norm (speculators)": (
         {**SPECULATORS, "first": "layers.0.", "fc_norm": True},
         ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"), {}),
@@ -172,7 +179,11 @@ def test_eagle3_head(tmp_path, base, name):
     assert close(run_head(head, tokens, feature), expected)
     ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
     assert torch.equal(head.draft_ids, ids)
-    assert head.args.aux_layers == ((2, 4, 5) if aux == 3 else (2, 3, 4, 5, 6))
+    assert head.args.aux_layers == {2: (2, 6), 3: (2, 4, 5), 5: (2, 3, 4, 5, 6)}[aux]
+    plain, drafted = (
+        Engine(target, drafter, compile=False, max_seq_len=60).generate([[1, 2, 3]], Sampling(30))[0].ids
+        for drafter in (None, HeadDrafter(head, TreeShape(8, 2, 3))))
+    assert drafted == plain
 
 
 def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
-from helpers.families import VARIANTS, converted
+from helpers.families import converted
 from helpers.heads import add_heads
+from helpers.published import PUBLISHED, convert_published
 
 from checkpoint.load import load_head, load_model
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
@@ -121,9 +122,12 @@ def family(request, tmp_path_factory):
     return family_of(tmp_path_factory.mktemp("family"), request.param)
 
 
-def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None, kv: str = "auto") -> tuple:
+def family_of(
+    made, name: str, dtype: str = "fp32", scheme: Scheme | None = None, kv: str = "auto", **sizes
+) -> tuple:
     """Return (target on kernels, raw target, [EAGLE-3, EAGLE-1 head], requests, plain outputs)."""
-    _, folder = converted(made, name, dtype)
+    published = name in PUBLISHED
+    folder = convert_published(made, name, dtype) if published else converted(made, name, dtype, **sizes)[1]
     if scheme:
         quantize_folder(QuantizationPlan.from_folder(folder, scheme), folder := made / "quantized")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
@@ -154,22 +158,24 @@ def test_families(family, name):
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)
 
 
-INT8 = Scheme("int8", 0, "int8")
-QUICK = (
-    ("LFM2-MoE", INT8), ("Gemma 2", None), ("Gemma 3", None), ("gpt-oss", None), ("OLMo 3", INT8),
-    ("SmolLM3", INT8), ("Granite 3", None),
-)
+SCHEMES = {"bf16": None, "int8": Scheme("int8", 0, "int8"), "int4": Scheme("int4", 32, "int8")}
+QUICK = {
+    ("LiquidAI/LFM2-8B-A1B", "int4"), ("google/gemma-2-2b-it", "bf16"), ("gpt-oss", "bf16"),
+    ("allenai/Olmo-3-7B-Instruct", "int8"), ("HuggingFaceTB/SmolLM3-3B", "int8"), ("Gemma 3", "bf16"),
+    ("ibm-granite/granite-4.0-micro", "int4"),
+}
 
 
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name, scheme", [
-    *QUICK, *(pytest.param(name, scheme, marks=pytest.mark.expensive) for name in (*VARIANTS, *FAMILIES[2:4])
-              for scheme in (None, INT8) if (name, scheme) not in QUICK)])
-def test_families_in_few_bits(tmp_path, name, scheme):
-    """In bfloat16 over caches in int8, and with weights in int8."""
-    kv = "auto" if scheme else "int8"
-    target, _, (head, _), asked, expected = family_of(tmp_path, name, "bf16", scheme, kv)
+@pytest.mark.parametrize("name, mode", [
+    pytest.param(name, mode, marks=[pytest.mark.expensive] * ((name, mode) not in QUICK))
+    for name in (*PUBLISHED, *FAMILIES[2:4]) for mode in SCHEMES])
+def test_families_in_few_bits(tmp_path, name, mode):
+    """In bfloat16 over caches in int8, and with weights in int8 and int4; EAGLE-3 drafts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    kv = "int8" if mode == "bf16" else "auto"
+    target, _, (head, _), asked, expected = family_of(tmp_path, name, "bf16", SCHEMES[mode], kv, **sizes)
     engine = Engine(target, HeadDrafter(head, TreeShape(8, 2, 3)), batch=3, max_seq_len=300, compile=False)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from checkpoint.convert import convert
 from helpers.families import EARS, EYES, LAYERS, V, as_thinker
 
 PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -16,8 +17,8 @@ CUT = {
     **dict.fromkeys(("num_experts", "n_routed_experts"), 6), "moe_intermediate_size": 32,
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2), "num_kv_shared_layers": 3,
     **dict.fromkeys(("head_dim", "v_head_dim", "mamba_d_head"), 16), "global_head_dim": 32,
-    "mamba_n_heads": 8, "mamba_d_state": 12, "kv_lora_rank": 32, "q_lora_rank": 24,
-    "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "hidden_size_per_layer_input": 8,
+    "mamba_n_heads": 8, "mamba_d_state": 12, "kv_lora_rank": 32, "q_lora_rank": 32,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "hidden_size_per_layer_input": 32,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "mrope_section": [3, 3, 2],
 }
 
@@ -62,3 +63,9 @@ def make_published(folder: Path, name: str) -> torch.nn.Module:
         as_thinker(folder)
     (folder / "config.json").write_text(json.dumps(raw))
     return model
+
+
+def convert_published(folder: Path, name: str, dtype: str = "keep") -> Path:
+    """Convert such a model -> its folder."""
+    make_published(folder / "in", name)
+    return convert(folder / "in", folder / "out", dtype=dtype, quiet=True)
