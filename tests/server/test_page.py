@@ -14,7 +14,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.slow
 expect = sync_api.expect
-PHONE = {"width": 360, "height": 640}
+PHONE = {"width": 360, "height": 400}
 LABELS = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
 
 
