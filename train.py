@@ -104,7 +104,7 @@ def parser() -> Options:
 def add_rules(p: Options) -> None:
     """Add the rules of the options."""
     from drafters.estimate import CONVERSATIONS
-    from training.heads import TRAINED
+    from training.heads import HEAD_OPTIONS, TRAINED
 
     reject_if = p.reject_if
     p.add_rule(lambda o: o.estimate and vars(o).update(
@@ -121,7 +121,7 @@ def add_rules(p: Options) -> None:
            lambda o: "--shard-target: shards the target over processes; start with torchrun")
     reject_if(lambda o: o.shard_target and o.minutes,
            lambda o: "--shard-target: processes that share a target need equal work; leave out --minutes")
-    for name in dict.fromkeys(option for kind in TRAINED.values() for option in kind.options):
+    for name in HEAD_OPTIONS[1:]:
         reject_if(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
 

@@ -59,7 +59,7 @@ def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None])
     if drafting.draft and read_config(drafting.draft)["kind"] == TARGET:
         too_large = size(drafting.draft) > MAX_DRAFT_SIZE * size(checkpoint)
         log(f"--draft {drafting.draft}: a draft model; drafting with lookup+draft-model"
-            + "; it has more than a third of the target's bytes, so it may not gain: --compare" * too_large)
+            + "; it has over a third of the target's size and may be slower, see --compare" * too_large)
         return replace(drafting, method="lookup+draft-model", window=None)
     for name, folder in available_heads(checkpoint, drafting.draft):
         found = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)

@@ -165,8 +165,9 @@ class CallStream:
             found, broken, end = _read(self._held, 0, self._tools)
             after = self._held[end:].lstrip(" \r\n\t,;")
             known = all(call["function"]["name"] in self._tools for call in found)
-            if found and not broken and (known or (self._form == BARE and not after)):
-                calls, self._held = found, after
+            first = not (broken and self._held.startswith(broken))
+            if found and first and (known or (self._form == BARE and not broken + after)):
+                calls, self._held = found, broken + after
             self._starts = False
             rest = self.push("")
         while self._opening:

@@ -43,6 +43,7 @@ TRAINED = {
     "dspark": TrainedKind("DSpark head", "dspark", BlockObjective, MARKOV),
     "eagle": TrainedKind("EAGLE-1/EAGLE-2 head", "eagle2", Eagle1Objective),
 }
+HEAD_OPTIONS = "kind", *dict.fromkeys(name for kind in TRAINED.values() for name in kind.options)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.json
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import shlex
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,7 @@ from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, training_copy, without_layers
-from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
+from training.heads import HEAD_OPTIONS, TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer, check_same, read_state
@@ -49,6 +51,21 @@ LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
 LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, message: str) -> Iterator[None]:
+    """Raise InputError in the main thread if the context takes longer; 0: no limit."""
+    def stop(*_) -> None:
+        raise InputError(message)
+
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
 
 
 class Session:
@@ -66,11 +83,12 @@ class Session:
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
                              " written; choose another folder or delete them")
+        o.head = {name: getattr(o, name) for name in HEAD_OPTIONS}
         self.plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         state = read_state(self.work)
         self.resumed = state is not None
         if state:
-            check_same(self.work, vars(self.plan), state)
+            check_same(self.work, self.plan.options(), state)
         prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
@@ -100,7 +118,21 @@ class Session:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        ranks = processes.target_ranks
+        left = self.start_time + 60 * o.minutes * MAX_TEXT_FRACTION - time.monotonic()
+        late = f"--minutes {o.minutes:g}: too few to load the model and compile its kernels; raise it"
+        with time_limit(o.minutes and max(left, 1e-3), late):
+            self.load()
+        self.collect()
+        if o.collect_only:
+            return
+        trainer = self.prepare()
+        log = trainer.run()
+        if processes.is_main:
+            self.write(trainer, trainer.objective.trained(), log)
+
+    def load(self) -> None:
+        """Load the target and --start, and the kernels. Raises InputError and OSError on bad input."""
+        o, ranks, device = self.o, self.processes.target_ranks, self.device
         self.target, _ = load_model(o.checkpoint, "cpu" if ranks else device)
         if self.target.embed.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, "cpu" if ranks else device, torch.bfloat16)
@@ -122,13 +154,6 @@ class Session:
         elif backend is not TORCH_BACKEND:
             self.decoding = copy.deepcopy(self.target)
         backend.prepare(self.decoding)
-        self.collect()
-        if o.collect_only:
-            return
-        trainer = self.prepare()
-        log = trainer.run()
-        if processes.is_main:
-            self.write(trainer, trainer.objective.trained(), log)
 
     # -- collect ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -44,6 +44,12 @@ class Plan:
     lr: float = 1e-3
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
+    head: dict = field(default_factory=dict)  # options of the head and its loss, as given
+
+    def options(self) -> dict:
+        """Return the options of the command line that a resumed run must repeat, and `minutes`."""
+        options = asdict(self)
+        return options | {f"--{name.replace('_', '-')}": value for name, value in options.pop("head").items()}
 
     def rate(self, step: float, total: int) -> float:
         """Return the learning rate of a step: linear warmup, then cosine decay to a tenth."""
@@ -77,10 +83,10 @@ def read_state(folder: Path, device: str | torch.device = "cpu") -> dict | None:
 
 
 def check_same(folder: Path, options: dict, state: dict) -> None:
-    """Raise InputError unless the options of a saved state are equal, except --minutes."""
+    """Raise InputError if an option of a saved state differs, except --minutes."""
     with state_errors(folder):
-        saved = state["options"]
-        if differs := sorted(n for n in options.keys() - {"minutes"} if options[n] != saved.get(n)):
+        saved = options | state["options"]
+        if differs := sorted(n for n in options.keys() - {"minutes"} if options[n] != saved[n]):
             raise InputError(f"{folder / STATE} was made with other settings or data ({', '.join(differs)});"
                              " use another --out, or delete it")
 
@@ -287,7 +293,7 @@ class Trainer:
         """Settings and digests of the data and the target; a resumed run must match."""
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
         return {
-            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
+            **self.plan.options(), **self.objective.settings(), "shapes": str(shapes),
             "data": digest([row["ids"] for row in self.held_out + self.rows]),
             "target": self.features.identity,
         }

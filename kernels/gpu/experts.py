@@ -19,10 +19,10 @@ from torch import Tensor
 from families.experts import Experts
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import launch_options, wait_for_previous
-from kernels.gpu.products import TO_FLOAT32, reorder, sum_quantized
+from kernels.gpu.products import TO_FLOAT32, kernel_operands, reorder, sum_quantized
 from kernels.quantized import QuantizedStack
 
-MAX_BLOCK_M = 128
+MAX_BLOCK_M, STORED_BLOCK_M = 128, 32  # the latter of kinds of `kernels.stored`: they take two tiles of sums
 SORT_CHUNK = 1024  # assignments that are sorted at a time
 
 
@@ -57,12 +57,11 @@ def sort_kernel(
 
 
 @triton.jit
-def sum_floats(rows, valid, weight, tile, K, N, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+def add_floats(sums, rows, valid, weight, tile, K, N, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the sums [BLOCK_N, BLOCK_M] of a tile, weight [N, K] in the dtype of the inputs."""
+    """Add a tile's products to sums [BLOCK_N, BLOCK_M], weight [N, K] in the dtype of the inputs."""
     input_, column = tl.arange(0, BLOCK_K), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = weight + column.to(tl.int64)[:, None] * K + input_[None]
-    sums = tl.zeros((BLOCK_N, rows.shape[0]), tl.float32)
     for k in range(0, K, BLOCK_K):
         inside = (EVEN_K | (k + input_ < K))[None]
         a = tl.load(rows[:, None] + input_[None] + k, mask=valid[:, None] & inside, other=0.0)
@@ -75,14 +74,15 @@ def sum_floats(rows, valid, weight, tile, K, N, EVEN_K: tl.constexpr, PRECISION:
 
 @triton.jit
 def grouped_kernel(
-    x, weight, scale, bias, order, tiles, out, N, K, STRIDE, SHARING, BITS: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scale, bias, totals, shifts, order, tiles, out, N, K, STRIDE, SHARING, BITS: tl.constexpr,
+    FLOATS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """Compute out [S, N] = x [S / SHARING, K] of each assignment @ its expert's weight^T + bias [E, N].
 
     weight [E, STRIDE], scale [E, 1 or K/GROUP, N]: of each expert as for `product_kernel`, or with 16 BITS
-    weights [N, K] in the dtype of x. order, tiles: see `sort_kernel`.
+    weights [N, K] in the dtype of x. totals [.., K/GROUP], shifts [E, N, K/GROUP]: of weights with minima,
+    the sums of groups of inputs and their factors. order, tiles: see `sort_kernel`.
     """
     wait_for_previous(PDL)
     tile = tiles + 3 * tl.program_id(0)
@@ -91,15 +91,22 @@ def grouped_kernel(
         expert, index = tl.load(tile).to(tl.int64), first + tl.arange(0, BLOCK_M)
         valid = index < end
         assignment = tl.load(order + index, mask=valid, other=0)
-        rows, weight = x + (assignment // SHARING).to(tl.int64) * K, weight + expert * STRIDE
+        token, weight = (assignment // SHARING).to(tl.int64), weight + expert * STRIDE
+        rows = x + token * K
         part = tl.program_id(1)
         if BITS == 16:
-            sums = sum_floats(rows, valid, weight, part, K, N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K)
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            sums = add_floats(sums, rows, valid, weight, part, K, N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K)
         else:
             sums = sum_quantized(
                 rows, valid, weight, scale + expert * N * (K // GROUP if GROUP else 1), part, 0,
-                tl.cdiv(K, BLOCK_K), N, K, BITS, BITS == 4, GROUP, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
+                tl.cdiv(K, BLOCK_K), N, K, BITS, FLOATS, GROUP, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
             )
+        if shifts is not None:
+            precision: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
+            groups = K // GROUP
+            of_rows, factors = totals + token * groups, shifts + expert * N * groups
+            sums = add_floats(sums, of_rows, valid, factors, part, groups, N, False, precision, BLOCK_N, 16)
         column = part * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:
             sums += tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
@@ -137,51 +144,53 @@ def _order_and_tiles(chosen, experts, block_m):
 
 @torch.library.custom_op("eagle_gpu::grouped_product", mutates_args=())
 def grouped_product(
-    x: Tensor, weight: Tensor, scale: Tensor | None, outputs: int, group: int, bias: Tensor | None,
-    order: Tensor, tiles: Tensor, tokens: int,
+    x: Tensor, weight: Tensor, scale: Tensor | None, shifts: Tensor | None, outputs: int, bits: int,
+    floats: bool, group: int, bias: Tensor | None, order: Tensor, tiles: Tensor, tokens: int,
 ) -> Tensor:
     """Multiply the x of each assignment by its expert's matrix -> [S, N], N = outputs.
 
-    x [S, K], or [R, K] if the assignments of a token share it. weight, scale: see `grouped_kernel`; a weight
-    without scale is [E, N, K] in x's dtype. tokens: of the pass.
+    x [S, K], or [R, K] if the assignments of a token share it. weight, scale, shifts: see `grouped_kernel`; a
+    weight of 16 bits is [E, N, K] in x's dtype. tokens: of the pass.
     """
-    N, K = outputs, x.shape[-1]
-    tile, bits = tile_config(tokens, x.dtype).all_kwargs(), 16 if scale is None else 4 if group else 8
-    out = x.new_empty(len(order), N)
+    N, K, tile = outputs, x.shape[-1], tile_config(tokens, x.dtype).all_kwargs()
+    out, totals = x.new_empty(len(order), N), None
+    if shifts is not None:
+        totals = x.float().unflatten(-1, (-1, group)).sum(-1)
     grouped_kernel[len(tiles), triton.cdiv(N, tile["BLOCK_N"])](
-        x.contiguous(), weight, scale, bias, order, tiles, out, N, K, weight[0].numel(), len(order) // len(x),
-        BITS=bits, GROUP=group, EVEN_K=K % tile["BLOCK_K"] == 0,
+        x.contiguous(), weight, scale, bias, totals, shifts, order, tiles, out, N, K, weight[0].numel(),
+        len(order) // len(x), BITS=bits, FLOATS=floats, GROUP=group, EVEN_K=K % tile["BLOCK_K"] == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **tile, **launch_options(x.device),
     )
     return out
 
 
 @grouped_product.register_fake
-def _(x, weight, scale, outputs, group, bias, order, tiles, tokens):
+def _(x, weight, scale, shifts, outputs, bits, floats, group, bias, order, tiles, tokens):
     return x.new_empty(len(order), outputs)
 
 
 @with_fallback("experts", Experts.mix)
 def fused_mix(experts: Experts, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """`Experts.mix` with one kernel per product."""
-    R, block_m = len(rows), tile_config(len(rows), rows.dtype).kwargs["BLOCK_M"]
+    stored = any(getattr(stack, "kind", None) for stack in (experts.w_gate_up, experts.w_down))
+    R = min(len(rows), STORED_BLOCK_M if stored else MAX_BLOCK_M)
+    block_m = tile_config(R, rows.dtype).kwargs["BLOCK_M"]
     order, tiles = sort_assignments(chosen, experts.router.out_features, block_m)
 
     def product(x: Tensor, stack: nn.Module | Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(stack, Tensor):
-            return grouped_product(x, stack, None, stack.shape[1], 0, bias, order, tiles, R)
-        x, weight = stack.round_inputs(x), (stack.weight, stack.scale, stack.outputs, stack.group)
-        return grouped_product(x, *weight, bias, order, tiles, R)
+            return grouped_product(x, stack, None, None, stack.shape[1], 16, False, 0, bias, order, tiles, R)
+        return grouped_product(stack.round_inputs(x), *kernel_operands(stack), bias, order, tiles, R)
 
     both = product(rows, experts.w_gate_up, experts.gate_up_bias)
     out = product(experts.gate(*both.chunk(2, dim=-1)), experts.w_down, experts.down_bias)
-    return (out.unflatten(0, (R, -1)) * weight[..., None]).sum(1)
+    return (out.unflatten(0, (len(rows), -1)) * weight[..., None]).sum(1)
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a mixture of experts compute in these kernels, unless it is fp8 or as its source stores it."""
+    """Let a mixture of experts compute in these kernels, unless it is fp8."""
     stacks = (module.w_gate_up, module.w_down) if isinstance(module, Experts) and not module.fused else ()
-    if stacks and not any(getattr(x, "kind", None) or getattr(x, "mode", None) == "fp8" for x in stacks):
+    if stacks and not any(getattr(x, "mode", None) == "fp8" for x in stacks):
         module.fused = fused_mix
         for stack in stacks:
             if isinstance(stack, QuantizedStack):

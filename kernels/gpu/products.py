@@ -438,14 +438,23 @@ def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, fl
         x = round_inputs(x, layer.kind.rounded_inputs) if layer.mode in INT8_ACTIVATION_MODES else x
     else:
         x = layer.round_inputs(x)
-    of_layer = layer.outputs, 4 if has_nibbles(layer) else 8, layer.mode == "f8", layer.group
+    weight, scale, shifts, *of_layer = kernel_operands(layer)
     if not layer.kind:
-        return linear(x, layer.weight, layer.scale, layer.bias, residual, *of_layer, float32)
-    y = linear(x, layer.weight, layer.group_scales, layer.bias, None, *of_layer, True)
-    if layer.kind.minima:  # they multiply the sums of groups of inputs
-        y = y + F.linear(x.float().unflatten(-1, (-1, layer.group)).sum(-1), layer.shifts)
+        return linear(x, weight, scale, layer.bias, residual, *of_layer, float32)
+    y = linear(x, weight, scale, layer.bias, None, *of_layer, True)
+    if shifts is not None:  # they multiply the sums of groups of inputs
+        y = y + F.linear(x.float().unflatten(-1, (-1, layer.group)).sum(-1), shifts)
     y = y if float32 else y.to(x.dtype)
     return y if residual is None else residual + y
+
+
+def kernel_operands(module: Quantized) -> tuple:
+    """Return weight, scales, factors of the sums of groups (None without minima), outputs, bits, whether they
+    are floats, and group of a module after `reorder`.
+    """
+    scale, shifts = (getattr(module, name, None) for name in ("group_scales", "shifts"))
+    of_layer = module.outputs, 4 if has_nibbles(module) else 8, module.mode in ("f8", MXFP4), module.group
+    return module.weight, module.scale if scale is None else scale, shifts, *of_layer
 
 
 def has_nibbles(module: Quantized) -> bool:
@@ -458,9 +467,11 @@ def restore(
 ) -> tuple[Tensor, Tensor]:
     """Return weight and scales of a module, or of some of its experts, as `reorder` found them.
 
-    rows [...]: only these rows of the weight, such as a pass's tokens of an embedding.
+    rows [...]: only these rows of the weight, such as a pass's tokens of an embedding; or these experts.
     """
     K, nibbles = module.inputs, has_nibbles(module)
+    if rows is not None and words.dim() > 1:
+        words, rows = words[rows], None
     if rows is None:
         weight = from_register_order(words, module.outputs, K, nibbles)
     else:
@@ -483,7 +494,7 @@ def reorder(module: Quantized) -> None:
         module.scale.data = module.scale.transpose(-1, -2).contiguous()
         return
     scales, *minima = expand_scales(module.kind, *module.scales).unbind(-2)
-    module.register_buffer("group_scales", scales.t().contiguous(), persistent=False)
+    module.register_buffer("group_scales", scales.transpose(-1, -2).contiguous(), persistent=False)
     if minima:  # the kernel takes 8 from each value of 4 bits
         shifts = has_nibbles(module) * 8 * scales - minima[0]
         module.register_buffer("shifts", shifts, persistent=False)

@@ -624,7 +624,10 @@ $("form").addEventListener("submit", send);
 $("stop").addEventListener("click", () => { running?.stop(); $("input").focus(); });
 $("export").addEventListener("click", save);
 $("tree").open = store.read("tree", false);
-$("tree").firstElementChild.addEventListener("click", () => store.write("tree", !$("tree").open)); // soon so
+$("tree").firstElementChild.addEventListener("click", () => {
+  store.write("tree", !$("tree").open); // soon so
+  if (atEnd()) requestAnimationFrame(toEnd); // the panel takes room from the messages
+});
 $("earlier").addEventListener("click", () => showTree(shown - 1));
 $("later").addEventListener("click", () => showTree(shown + 1));
 $("search").addEventListener("input", showList);

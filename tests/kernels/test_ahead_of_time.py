@@ -173,13 +173,11 @@ def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spille
         **dict.fromkeys(("x", "bias", "residual", "out"), dtype), "scale": scale,
         **dict.fromkeys(("N", "K", "STRIDE"), "i32"),
         "weight": dtype if bits == 16 else torch.int16, "BITS": bits, "GROUP": group, "EVEN_K": even,
-        "FLOATS": kind == "f8/128",
+        "FLOATS": kind in ("f8/128", "mxfp4"),
         "PRECISION": "ieee" if dtype == F32 else "tf32", "BLOCK_M": rows, **tile.kwargs,
     }
-    if kernel is experts.grouped_kernel:
-        given.pop("FLOATS")
-    else:
-        given["bias"] = None
+    minima = F32 if kernel is experts.grouped_kernel and kind.startswith("q") else None
+    given |= {"totals": minima, "shifts": minima} if kernel is experts.grouped_kernel else {"bias": None}
     made = compiled(capability, kernel, given, spilled, warps=tile.num_warps, stages=tile.num_stages)
     assert made.on_tensor_cores == (dtype != F32)
     return made
@@ -238,7 +236,9 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
 
 @pytest.mark.parametrize("capability", (90, *expensive(80, 86, 89, 100, 120)))
 @pytest.mark.parametrize("kind, rows", [
-    ("mxfp4", 60), *expensive(*product(("16 bits", "int8", "mxfp4"), (1, 17, 60, 128))),
+    ("mxfp4", 60), ("q4/32", experts.STORED_BLOCK_M),
+    *expensive(*product(("16 bits", "int8", "mxfp4"), (1, 17, 60, 128))),
+    *expensive(*product(("q8/16", "f8/128"), (1, experts.STORED_BLOCK_M))),
 ])
 def test_experts(capability, kind, rows):
     """gpt-oss has 2880 inputs, which the tile of few rows does not divide."""

@@ -14,7 +14,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.slow
 expect = sync_api.expect
-PHONE = {"width": 360, "height": 640}
+PHONE = {"width": 360, "height": 400}
 LABELS = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
 
 
@@ -153,6 +153,8 @@ def test_a_phone_in_the_dark(page):
     for name in ("#input", "#send", "#menu", ".assistant"):
         box = page.locator(name).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 360, name
+    page.locator("#tree summary").click()  # it covers no part of the answer
+    expect(page.get_by_role("button", name="Regenerate")).to_be_in_viewport()
     expect(page.locator("#side")).to_be_hidden()
     press(page, "Conversations")
     press(page, "New conversation")

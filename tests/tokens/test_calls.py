@@ -107,6 +107,7 @@ CALLS = {
     **{f"without tags, {form}": (form, text, after, [IS_F]) for form in (TAGGED, CODER, MISTRAL, LLAMA)
        for text, after in ((f"\n{F}", ""), (f"```json\n{F}\n```\nDone.", "Done."), (f"[{BARE_F}]", ""))},
     "without tags, then with": (TAGGED, f"{F}\n{tag(G)}", "", [IS_F, IS_G]),
+    "without tags, then JSON": (TAGGED, f'{F}\n{{"a": 1}}', '{"a": 1}', [IS_F]),
     "without tags, after a thought": (TAGGED, f"<think>Hm.</think>\n\n{F}", "<think>Hm.</think>", [IS_F]),
     "JSON, then a call": (TAGGED, '{"a": 1} ' + tag(G), '{"a": 1} ', [IS_G]),
     "Llama, fence": (LLAMA, f"```json\n{BARE_F}\n{BARE_G}\n```\n", "", [IS_F, IS_G]),
@@ -123,6 +124,7 @@ NO_CALLS = (
     (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
     (LLAMA, "Hello {you}"), (LLAMA, '{"name": "h"}'), (LLAMA, f"{BARE_H} so"), (LLAMA, "[1, 2]"),
     (TAGGED, f"So: {F}"), (TAGGED, H), (TAGGED, f"{F[:-3]}"), (TAGGED, f'{{"a": {F}}}'), (TAGGED, ' \n{"na'),
+    (TAGGED, f'{{"a": 1}} {F}'),
     (LLAMA, "``"), (LLAMA, f"```json\n{BARE_H}\n``` so"), (LLAMA, f"So:\n```json\n{BARE_F}\n```"),
     (DEEPSEEK, deepseek("f<｜tool▁sep｜>{")), (DEEPSEEK, deepseek("function<｜tool▁sep｜>f\n{}")),
 )

@@ -81,9 +81,9 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     assert (head / "LICENSE").read_text() == "mine" and (head / "model.safetensors").read_bytes() == before
     with monkeypatch.context() as patch:  # nothing is loaded
         patch.setattr("training.session.load_model", None)
-        assert train.main([*argv, "--lr", "2e-3"]) == 1 and "or data (lr); use another" in last_line(capsys)
-    assert train.main([*argv, "--steps", "2"]) == 1
-    assert "other settings or data (steps)" in last_line(capsys)
+        for option, value in (("lr", "2e-3"), ("--steps", "2"), ("--draft-vocab", "65")):
+            assert train.main([*argv, f"--{option.strip('-')}", value]) == 1
+            assert f"or data ({option}); use another" in last_line(capsys)
     tuned = shutil.copytree(golden, tmp_path / "tuned")  # a fine-tune differs in its inner weights only
     state = load_file(tuned / "model.safetensors")
     state["layers.3.mlp.w_down.weight"] *= 1.1
@@ -189,6 +189,10 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     assert argv[-2] == "--minutes" and train.main(argv) == 0  # more minutes go on
     assert len([entry for entry in log_of(tmp_path) if "loss" in entry]) > 12
     monkeypatch.undo()
+    monkeypatch.setattr(session, "load_model", lambda *_: time.sleep(60))
+    monkeypatch.setattr(session, "MAX_TEXT_FRACTION", 0.01)
+    assert train.main(options(golden, prompt_file, tmp_path / "slow", minutes=1)) == 1
+    assert "--minutes 1: too few to load the model and compile its kernels; raise it" in last_line(capsys)
     assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
     assert "--minutes 1e-09: this model needs at least 1 here" in capsys.readouterr().err
 

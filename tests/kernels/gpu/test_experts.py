@@ -9,12 +9,15 @@ from helpers.ahead_of_time import expensive
 from families.experts import Experts, MixtureArgs
 from kernels.gpu import experts
 from kernels.gpu.device import INTERPRETED
-from kernels.quantized import Scheme, replace_linears
+from kernels.gpu.products import kernel_operands
+from kernels.quantized import AS_STORED, Scheme, replace_linears
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 3e-6), (torch.float16, 8e-3), (torch.bfloat16, 2e-2)]
 WEIGHTS = [
     Scheme(None, 0, None), Scheme("int8", 0, None), Scheme("w8a8", 0, None), Scheme(None, 0, None, "mxfp4"),
+    *(Scheme(AS_STORED, 0, None, None, dict.fromkeys(("w_gate_up", "w_down"), kind))
+      for kind in ("q4-32-row-min", "q4-32-0", "q6-16-0-min", "q8-32-0", "f8-32-0")),
 ]
 # Each dtype with each weights, on a GPU; in the interpreter, which is slow, all of both.
 CASES = [(*dtype, scheme) for dtype in DTYPES for scheme in WEIGHTS]
@@ -33,11 +36,15 @@ def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
     if scheme.mode or scheme.experts:
         replace_linears(layer, scheme)
         for stack in (layer.w_gate_up, layer.w_down):
-            stack.weight.random_(*(0, 256) if scheme.experts else (-128, 128))
+            stack.weight.random_(*(0, 256) if stack.weight.dtype == torch.uint8 else (-128, 128))
             if scheme.experts:
                 stack.scale.random_(118, 124)
             else:
                 stack.scale.copy_((0.5 + torch.rand(stack.scale.shape)) * stack.inputs**-0.5 / 64)
+            if stack.mode == "f8":
+                stack.weight[stack.weight & 127 == 127] = 0  # not a number
+            if len(stack.scales) > 1:
+                stack.codes.random_(1, 128), stack.scale.div_(64)
     return layer.requires_grad_(False)
 
 
@@ -54,9 +61,13 @@ def test_products(device, dtype, limit, scheme, biases, rows):
     layer = mixture(scheme, dtype, biases=biases, activation="clamped_swiglu" if biases else "silu")
     x = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows)).to(dtype)[:1]
     want = copy.deepcopy(layer).float()(x.float(), None)
-    found = ours(layer, device)(x.to(device), None).cpu()
+    fused, some = ours(layer, device), torch.tensor([E - 1, 0])
+    if scheme.mode or scheme.experts:  # the weights of experts for PyTorch
+        found = fused.w_down.dequantize(torch.float32, some.to(device)).cpu()
+        assert torch.equal(found, layer.w_down.dequantize(torch.float32, some))
+    found = fused(x.to(device), None).cpu()
     assert found.dtype == dtype
-    if scheme.mode == "w8a8":  # what is near a tie is rounded to another step of 127
+    if scheme.mode in ("w8a8", AS_STORED):  # what is near a tie is rounded to another step of 127
         limit = max(limit, 8e-3)
     assert float((found.float() - want).abs().max() / want.abs().max()) < limit
 
@@ -64,14 +75,14 @@ def test_products(device, dtype, limit, scheme, biases, rows):
 def test_every_value(device):
     """Each e2m1 number times each power of two is exact, the smallest and the largest too."""
     codes, count = torch.arange(16, dtype=torch.uint8), 32
-    layer = mixture(WEIGHTS[-1], torch.float32, 64)
+    layer = mixture(WEIGHTS[3], torch.float32, 64)
     layer.w_down.weight.copy_((codes | codes.flip(0) << 4).repeat(2))
     powers = torch.tensor([0, 1, 2, 100, 127, 200, 254], dtype=torch.uint8)
     layer.w_down.scale.copy_(powers[:, None, None])
     values, stack = layer.w_down.dequantize(torch.float32), ours(layer, device).w_down
     slots = experts.sort_assignments(torch.arange(E, device=device).repeat_interleave(count)[:, None], E, 16)
     x = torch.eye(64, device=device)[:count].repeat(E, 1)
-    y = experts.grouped_product(x, stack.weight, stack.scale, H, stack.group, None, *slots, E)
+    y = experts.grouped_product(x, *kernel_operands(stack), None, *slots, E)
     assert torch.equal(y.cpu().view(E, count, H), values[..., :count].transpose(1, 2))
 
 
@@ -99,9 +110,8 @@ def test_one_graph_for_every_routing(device):
     layer = ours(mixture(WEIGHTS[1], torch.float32), device)
     x, chosen = torch.randn(5, H, device=device), torch.arange(15, device=device).view(5, 3) % E
     slots, checks = experts.sort_assignments(chosen, E, 16), ("test_schema", "test_faketensor")
-    stack = layer.w_gate_up
     torch.library.opcheck(experts.sort_assignments, (chosen, E, 16), test_utils=checks)
-    given = x, stack.weight, stack.scale, stack.outputs, 0, None, *slots, 5
+    given = x, *kernel_operands(layer.w_gate_up), None, *slots, 5
     torch.library.opcheck(experts.grouped_product, given, test_utils=checks)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(2):
