@@ -237,7 +237,7 @@ class FusedEagle3Head:
         self, head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor,
         visible: Tensor, caches: CpuCaches,
     ) -> Tensor:
-        """See `Eagle3Head.run_layers`."""
+        """See `Eagle3Head.forward`."""
         network = self._network(head, caches)
         return head.backend.ops.head_forward(tokens, feature, positions, slots, visible, *network)
 
