@@ -243,7 +243,7 @@ class ModelRunner:
         with self.device_context():
             verified = self.run(group, ("verify", drafter, live_slots.shape[0], modes.noisy), verify)
             # The host says what may follow each node.
-            tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
+            tokens, parent = verified[0].tokens.tolist(), verified[0].parent.tolist()
             for i, guide in guides.items():
                 group.state.processors.mask(i, guide, tokens[i], parent[i])
             return commit(verified, *modes)
