@@ -83,10 +83,6 @@ class Drafter(nn.Module):
         """Cache slots beyond the committed ones that a step may write, in the target's cache or its own."""
         return self.shape.extra_slots
 
-    def extra_slots_after(self, max_commit: int) -> int:
-        """Return `extra_slots` after a step of another drafter that commits up to `max_commit` tokens."""
-        return self.extra_slots - self.shape.max_commit + max_commit
-
     def rows(self, first: int, count: int) -> Drafter:
         """Return this drafter for slots first ... first + count - 1: same weights, views of the rest."""
         some = copy.copy(self)
@@ -280,7 +276,7 @@ class HeadDrafter(NetworkDrafter):
 
     def __init__(self, head, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, head.args.draft_vocab_size, coupled, head.args.drafts)
-        self.head, self.aux_layers = head, head.args.aux_layers
+        self.head, self.aux_layers, self._draft_ids = head, head.args.aux_layers, head.draft_ids
 
     def new_caches(
         self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
@@ -312,10 +308,6 @@ class HeadDrafter(NetworkDrafter):
         features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
         h = head(next_tokens, features, positions, positions, visible, self.caches)
         return gather_tokens(h, last_unread(state, h.shape[1]))
-
-    @property
-    def _draft_ids(self) -> Tensor:
-        return self.head.draft_ids
 
 
 def build(setup: DrafterSetup) -> HeadDrafter:

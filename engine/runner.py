@@ -43,11 +43,6 @@ class Emission(NamedTuple):
     parts: tuple[Tensor | list, ...]
     copied: torch.cuda.Event | None  # recorded after the copy to the host; None: it is there already
 
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        if self.copied is not None:
-            self.copied.synchronize()
-
 
 class Emitted(NamedTuple):
     """Tokens that one sequence emitted in a pass; the first `drafted` were drafted."""
@@ -110,7 +105,7 @@ class ModelRunner:
         # deeper than the tree of the head in it.
         self._drafters = drafters
         self.max_commit = max(one.shape.max_commit for one in drafters)
-        self.extra_slots = max(one.extra_slots_after(self.max_commit) for one in drafters)
+        self.extra_slots = self.max_commit + max(one.extra_slots - one.shape.max_commit for one in drafters)
         self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.max_unread = min(max_unread, self.cache_slots)
@@ -339,7 +334,8 @@ def read_outputs(emission: Emission, logprobs: list[int | None]) -> Iterator[Emi
 
     logprobs: `Sampling.logprobs` of each.
     """
-    emission.wait()
+    if emission.copied is not None:
+        emission.copied.synchronize()
     out, *scores = (x if isinstance(x, list) else x.tolist() for x in emission.parts)
     for i, ((*tokens, count, drafted, done), num_logprobs) in enumerate(zip(out, logprobs)):
         scored = extensions.load(extensions.LOGPROBS_OF_ROW)(scores, i, count, num_logprobs) if scores else []
