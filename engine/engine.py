@@ -103,7 +103,6 @@ class Engine:
 
             self.slots.deferred = DeferredHead(self.runner, self.slots)
         self._pending: deque[Pending] = deque()
-        self._undelivered: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._modes: Modes | None = None  # of the decoding requests; None: recompute
         self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
@@ -222,22 +221,16 @@ class Engine:
                     request = self.admit(prompts[len(requests)], samplings[len(requests)], **options)
                     requests.append(request)
                     active.append(request)
-                    self._undelivered[request] = deque()
-                if not any(self._undelivered[request] for request in active):
-                    for event in self.step():
-                        if event.request in self._undelivered:  # another `run` may own the request
-                            self._undelivered[event.request].append(event)
+                if not any(request.undelivered for request in active):
+                    for event in self.step():  # another `run` may own the request
+                        event.request.undelivered.append(event)
                 for request in [*active]:
-                    while self._undelivered[request]:
-                        event = self._undelivered[request].popleft()
+                    while request.undelivered:
+                        event = request.undelivered.popleft()
                         if event.finish:
                             active.remove(request)
                         yield event
-                    if request not in active:
-                        del self._undelivered[request]
         finally:
-            for request in requests:
-                self._undelivered.pop(request, None)
             for request in active:
                 self.remove(request)
 

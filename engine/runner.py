@@ -225,7 +225,7 @@ class ModelRunner:
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: by slot; None: no
         sequence has one. costs: see `Drafter.propose`.
         """
-        if modes.needs_processors:
+        if modes.adjusted or modes.scored or modes.guided:
             _ = group.state.processors  # created lazily; must exist before compilation
         arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
         # Other trees, plain steps beside a drafter and rare modes are not worth compiling.
