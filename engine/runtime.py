@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from dataclasses import dataclass, fields
 
@@ -152,17 +151,8 @@ class Runtime:
         _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
         if self.kv != "auto":
             extensions.load(extensions.CHECK_KV)(self.kv, self.on_kernels)
-        if not self.compile:
-            return
-        if self.autotune:
-            import torch._inductor.config as settings
-
-            settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
-        # torch.compile's cache lies beside our compiled kernels, never inside a checkpoint folder.
-        try:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(extensions.load(extensions.COMPILED)().absolute())
-        except OSError as e:
-            raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
+        if self.compile:
+            extensions.load(extensions.CONFIGURE_COMPILER)(self.autotune)
 
 
 def open_runtime(o, *contents: object) -> contextlib.AbstractContextManager[tuple]:
