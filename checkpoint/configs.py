@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 
 from checkpoint.dense import dense_fields, rope_of, rope_type
-from checkpoint.load import CONFIG, check_rope, rope_fields
+from checkpoint.load import CONFIG
 from common.cli import log_stderr
 from common.errors import InputError
 from common.schema import named
+from families.rope import FIELDS, check_rope
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Fields of `families.variants.VariantArgs`: keys of configs, which are 1 or null where nothing changes.
@@ -118,7 +119,7 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         check_rope(scaling)
     if grows and not beta:
         longest = max(longest, int(original * scaling["factor"]))
-    known = "rope_type", *rope_fields(kind)
+    known = "rope_type", *FIELDS[kind]
     if unknown := [name for name in scaling if name not in (*known, key)]:
         raise InputError(f"{path}: {unknown[0]} of RoPE's parameters is not supported")
     return {name: value for name, value in scaling.items() if name in known}, longest
