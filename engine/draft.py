@@ -118,7 +118,7 @@ class Drafter(nn.Module):
 
         step: for tensor operations. slots [n]: the live cache slots 0..n-1. noise [B, W, V]: temperature *
         Gumbel noise for positions length+1 ... length+W, or None if all requests are greedy. costs: limit the
-        tree, see `engine.scheduler.Choice`; None: no limit.
+        tree, see `engine.engine.Choice`; None: no limit.
         """
         return Tree(state.root.clone(), state.zero, state.zero, state.one)
 

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,15 +27,66 @@ import extensions
 from common.errors import InputError
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
-from engine.runner import Emission, Emitted, ModelRunner, default_batch_sizes, read_outputs
+from engine.runner import Emission, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
-from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 from tree import Tree, TreeShape
 
 MAX_UNREAD_TOKENS = 512  # maximum number of tokens decoded without the head before it reads them
+
+
+class Choice(NamedTuple):
+    """What a step drafts."""
+
+    drafter: Drafter
+    # Limit its tree to what reduces latency; None: draft all of it. `expand(scores, limit)` and
+    # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
+    costs: Any = None
+    head: bool = False  # True if the scheduler switched the draft head on for this step
+
+
+class Scheduler:
+    """Chooses the drafter of every step: always the engine's own."""
+
+    runner: ModelRunner
+    skips_head = False  # it may choose steps without the draft head, see `engine.deferred`
+
+    def variants(self, drafter: Drafter) -> list[Drafter]:
+        """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
+        return []
+
+    def attach(self, engine) -> None:
+        """Attach to an `engine.engine.Engine`. Called once, before its first step."""
+        self.runner = engine.runner
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """The drafters that steps may run."""
+        return [self.runner.drafter]
+
+    def add(self, request: Request) -> None:
+        """Prepare for a new request."""
+
+    def next(self, requests: list[Request], group: SlotRange) -> Choice:
+        """Choose what to draft for these requests, the slots of `group`."""
+        return Choice(self.runner.drafter)
+
+    def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Any:
+        """Return a record of a step for `timed` and `emitted`, or None. noisy: a request samples."""
+
+    def timed(self, record: Any, seconds: float) -> None:
+        """Learn how long a step took. Not called where the host reads steps late."""
+
+    def emitted(self, record: Any, index: int, request: Request, count: int) -> None:
+        """Learn how many tokens a step emitted for request number `index` of the step."""
+
+    def warm_up(self, engine, sampling: Sampling) -> None:
+        """Time steps of the engine before requests come."""
+
+    def describe(self, noisy: bool) -> str | None:
+        """Return one line that describes what is drafted, or None. noisy: at temperatures above 0."""
 
 
 class Pending(NamedTuple):
