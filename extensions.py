@@ -91,10 +91,8 @@ CLASS_FIELDS = {
     "mtp": {"global_head_dim": "networks.assistant:AssistantHead"},
     "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},
 }
-# KV caches of `--kv` for PyTorch's step; kernels have their own.
-CACHES = {"fp8": "kernels.float8:Float8Caches"}
 CHECK_KV = "kernels.choose:check_kv"
-BACKENDS = "kernels.choose:choose_backend"  # the `Backend` of a device
+ON_BACKEND = "kernels.choose:on_backend"  # puts a target on the `Backend` of its device
 SCHEDULER = "schedulers.cost_model:schedule"
 QUANTIZE = "kernels.quantized:quantize_at_load"  # quantizes a 16-bit head
 ISA = "kernels.isa:choose"

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -42,24 +42,11 @@ def load_target(
     if not on_cpu and (what := class_of(read_config(checkpoint, "target")).cpu_only):
         raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
-    backend, kernels = TORCH_BACKEND, runtime.compile and runtime.kernels
-    if kernels or (not on_cpu and "quantization" in config):  # on a GPU, choosing also detects fp8 support
-        choose = extensions.load(extensions.BACKENDS)
-        backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
     if model.embed.dtype == torch.float16 and model.args.qkv_bias:
         log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
-    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
-    target.prepare_models(model)
-    if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
-        # Layers that kernels lack run in PyTorch, uncompiled.
-        target = replace(target, runtime=replace(runtime, compile=False))
-    if runtime.kv == "int8" and not model.runs_on_backend:
-        raise InputError(
-            f"--kv int8: not all layers of {checkpoint} run on our CPU kernels (fp16, fp8, odd sizes);"
-            " leave it out"
-        )
-    target.choose_caches()
-    return target
+    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log)
+    pure = on_cpu and ranks is None and runtime.kv == "auto" and not runtime.on_kernels
+    return target if pure else extensions.load(extensions.ON_BACKEND)(target, ranks)
 
 
 @dataclass(frozen=True)
@@ -106,11 +93,6 @@ class Target:
         if self.backend.self_check:
             engine.self_check = extensions.load(self.backend.self_check)
         return engine
-
-    def choose_caches(self) -> None:
-        """Set the model's KV cache class from `Runtime.kv`; "auto" keeps the one that `prepare` chose."""
-        if (kv := self.runtime.kv) != "auto":
-            self.model.Caches = self.backend.caches.get(kv) or extensions.load(extensions.CACHES[kv])
 
     def default_max_seq_len(self, drafting: DraftOptions, batch: int) -> int:
         """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.
