@@ -15,7 +15,6 @@ import torch
 from bench import Decoded, synchronize
 from shapes import random_models
 
-import extensions
 from common.cli import log_stderr
 from engine.draft import Drafter, HeadDrafter
 from engine.drafting import DraftOptions
@@ -88,8 +87,6 @@ class Model:
                 self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=log_stderr,
                 compile=target.runtime.compile, batch_sizes=(batch,),
             )
-            if target.backend.self_check:
-                engine.self_check = extensions.load(target.backend.self_check)
         return Runner(engine)
 
     def slot_batch(self, method: str, tree: TreeShape | None, slots: int, max_seq_len: int) -> SlotBatch:

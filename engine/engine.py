@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -115,12 +115,10 @@ class Engine:
     - tokenizer: gives requests their text
     - guide: makes the `Guide` of sampling options that need one
     - plain_requests: requests may be `plain`; their steps leave the draft head out
-    - self_check: called once, at the start of the first warmup (`engine.check`)
+    - self_check: its backend's, called once, at the start of the first warmup (`engine.check`)
 
     Raises InputError, with the numbers, if the caches do not fit in memory.
     """
-
-    self_check: Callable[[ModelRunner, Sequence[Sampling]], None] | None = None
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
@@ -155,6 +153,7 @@ class Engine:
             self.slots.deferred = DeferredHead(self.runner, self.slots)
         self._pending: deque[Pending] = deque()
         self._modes: Modes | None = None  # of the decoding requests; None: recompute
+        self.self_check = target.backend and target.backend.self_check
         self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
     @property
@@ -433,7 +432,7 @@ class Engine:
         """
         if check := self.self_check:
             self.self_check = None  # once, before any request: it overwrites the caches
-            check(self.runner, samplings[:1])
+            extensions.load(check)(self.runner, samplings[:1])
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # else the first token might end the request before a step runs
         try:

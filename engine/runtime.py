@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import extensions
 from checkpoint.load import read_config_if_converted
-from common.cli import DTYPES, is_distributed, log_stderr, short_dtype
+from common.cli import dtype_name, is_distributed, log_stderr
 from common.errors import InputError, first_line
 from common.machine import use_threads
 from common.schema import Flag, schema_of
@@ -119,7 +119,7 @@ class Runtime:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """The dtype as torch has it. Raises InputError on a name it does not know."""
-        return None if self.dtype is None else getattr(torch, DTYPES[short_dtype(self.dtype)])
+        return None if self.dtype is None else getattr(torch, dtype_name(self.dtype))
 
     @property
     def on_kernels(self) -> bool:

@@ -16,7 +16,6 @@ from engine.draft import Drafter
 from engine.drafting import DraftOptions, build_drafter
 from engine.engine import Engine
 from engine.runtime import TORCH_BACKEND, Backend, Runtime, step_of
-from head import Head
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 
@@ -83,16 +82,14 @@ class Target:
         if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
-        engine = Engine(
+        guided = self.tokenizer and self.config["stop_ids"] or None
+        return Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, log=self.log, scheduler=scheduler,
             batch_sizes=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer, plain_requests=serves,
-            guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
+            guide=guided and (lambda sampling: self._grammars.guide_of(sampling)),
         )
-        if self.backend.self_check:
-            engine.self_check = extensions.load(self.backend.self_check)
-        return engine
 
     def default_max_seq_len(self, drafting: DraftOptions, batch: int) -> int:
         """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.
@@ -124,18 +121,13 @@ class Target:
         grammars = extensions.load(extensions.GRAMMARS)
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
-    def guide(self, sampling):
-        """Make the guide of these options. Raises InputError if their schema or grammar cannot be used."""
-        return self._grammars.guide_of(sampling)
-
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
         """Put models on our kernels, if this target runs there. quantize: quantize 16-bit models first."""
         backend = self.backend
         mode = backend.quantized_at_load.get(self.model.embed.dtype)
         if quantize and mode:
             for model in models:
-                own = not isinstance(model, Head) or model.args.own_lm_head
-                extensions.load(extensions.QUANTIZE)(model, mode, own)
+                extensions.load(extensions.QUANTIZE)(model, mode)
         if not backend.prepare(*models):
             self.log(
                 "parts of this model run in PyTorch, not on our kernels (fp16, fp8, odd sizes): slower, and"
