@@ -276,7 +276,7 @@ class HeadDrafter(NetworkDrafter):
 
     def __init__(self, head, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, head.args.draft_vocab_size, coupled, head.args.drafts)
-        self.head, self.aux_layers, self._draft_ids = head, head.args.aux_layers, head.draft_ids
+        self.head, self.aux_layers = head, head.args.aux_layers
 
     def new_caches(
         self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
@@ -308,6 +308,10 @@ class HeadDrafter(NetworkDrafter):
         features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
         h = head(next_tokens, features, positions, positions, visible, self.caches)
         return gather_tokens(h, last_unread(state, h.shape[1]))
+
+    @property
+    def _draft_ids(self) -> Tensor:
+        return self.head.draft_ids
 
 
 def build(setup: DrafterSetup) -> HeadDrafter:

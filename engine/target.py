@@ -82,7 +82,7 @@ class Target:
         if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
-        guided = self.tokenizer and self.config["stop_ids"] or None
+        guided = (self.tokenizer and self.config["stop_ids"]) or None
         return Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, log=self.log, scheduler=scheduler,
