@@ -196,7 +196,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         ids.append(llm.encode(prompt, name=name, **encoding))
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
-    if o.stats and (line := engine.engine.describe(o.temperature > 0)):
+    if o.stats and (line := engine.scheduler.describe(o.temperature > 0)):
         log_stderr(line)
     log_stderr(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:

@@ -117,7 +117,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
                f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), exhaustive=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
-        if line := engine.engine.describe(noisy):
+        if line := engine.scheduler.describe(noisy):
             log_stderr(f"{when}: {line}")
     if ranks:
         channel = Channel()

@@ -54,7 +54,7 @@ class Comparison:
         speeds = [(joint_speed(requests)[1], joint_speed(plain)[1]) for requests, plain in self.runs]
         if not all(fast and slow for fast, slow in speeds):
             return f"the answer is too short to compare speeds; identical output: {texts}"
-        costs = self.engine.engine.describe(self.samplings[0].temperature > 0) or "costs were not timed"
+        costs = self.engine.scheduler.describe(self.samplings[0].temperature > 0) or "costs were not timed"
         if not any(request.step_times["drafted"] for request, _ in pairs):
             why = ("no n-gram match was likely to be accepted" if self.engine.drafter.network is None
                    else f"the cost model predicted no gain; {costs}")

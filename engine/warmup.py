@@ -16,7 +16,7 @@ def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
     modes = Modes.of_requests([sampling], compiled=True)
     needs = range(1, runner.cache_slots + 1, SLOT_STEP) if exhaustive and runner.captured else (1,)
     sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, needs)}
-    drafters = [*dict.fromkeys(engine.engine.drafters)]
+    drafters = [*dict.fromkeys(engine.scheduler.drafters)]
     if exhaustive and runner.plain not in drafters:
         drafters.append(runner.plain)
     all_modes = Modes.all_modes(modes.noisy)

@@ -80,7 +80,7 @@ def load_contenders(
     contenders = {}
     for name, drafting in draftings.items():
         engine = target.engine(drafting, max_seq_len=max_seq_len)
-        drafter, trees = engine.drafter, [one.shape for one in engine.engine.drafters]
+        drafter, trees = engine.drafter, [one.shape for one in engine.scheduler.drafters]
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
         own = f"{identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags} {windows}"
         fingerprint = f"{shared} {own}"

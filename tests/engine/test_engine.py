@@ -252,7 +252,7 @@ def test_ctrl_c_anywhere(models, seed):
     expected = ids(plain(models), texts, how)
     drafter = Mixed(NGram(min_match=1), HeadDrafter(models[1], SMALL))
     engine = tuned(models, drafter, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16))
-    engine.engine.tuner.next = lambda requests, count: draw.choice(kinds)
+    engine.scheduler.tuner.next = lambda requests, count: draw.choice(kinds)
 
     def fragile(call):
         def called(*args, **options):
@@ -284,10 +284,10 @@ def test_ctrl_c_anywhere(models, seed):
 def test_steps_are_timed_where_the_host_reads_late(models):
     """As on a GPU, where `--tree auto` has nothing but the trials of the warmup to go by."""
     engine = tuned(models, lag=1)
-    engine.engine.tuner = Tuner((SMALL, SMALL), prunes=False)
-    engine.engine.attach(engine)
+    engine.scheduler.tuner = Tuner((SMALL, SMALL), prunes=False)
+    engine.scheduler.attach(engine)
     engine.warm_up()
-    assert engine.lag == 1 and engine.engine.tuner._costs and not engine.busy
+    assert engine.lag == 1 and engine.scheduler.tuner._costs and not engine.busy
 
 
 def test_lookup_alone_drafts_deeper_than_the_joint_tree(models):
