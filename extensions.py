@@ -101,7 +101,8 @@ CHECK_RANKS = "kernels.check_ranks:check_ranks"  # before loading
 RANKS_MEMORY = "kernels.check_ranks:shared_memory"  # free memory: minimum over ranks
 SHARDED = "checkpoint.sharded:load_shard"
 JOIN_RANKS = "engine.ranks:join_ranks"
-ROPE = "families.rope"  # types of RoPE scaling beside the default
+# Types of RoPE scaling, beside default and llama3.
+ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 CONVERT = "engine.conversion:convert_if_needed"  # converts other formats before loading
 HOW_TO_CONVERT = "checkpoint.folder:how_to_convert"  # text for errors
 # Functions of gate and up projections, in addition to silu.

@@ -27,6 +27,12 @@ from torch.overrides import TorchFunctionMode
 import extensions
 from common.schema import Flag, Ids, Layers, Many, Text, Width, number, whole
 
+Factor, Length = number(1e-3, 1e6), number(1, 2**31)
+LLAMA3_ROPE_FIELDS = {
+    "factor": Factor, "low_freq_factor": Factor, "high_freq_factor": Factor,
+    "original_max_position_embeddings": Length,
+}
+
 
 @dataclass(frozen=True)
 class ModelArgs:
@@ -87,18 +93,27 @@ class ModelArgs:
 
     @property
     def _scaled_rope(self):
-        return None if self.rope_type == "default" else extensions.load(extensions.ROPE)
+        entry = extensions.ROPE.get(self.rope_type)
+        return extensions.load(entry) if entry else None
 
     def inverse_frequencies(self, length: int = 0) -> Tensor:
         """Return RoPE's inverse frequencies [hd/2], float32, on the CPU.
 
         length: of the longest sequence, for longrope.
+
+        `llama3`: Llama-3.1's rescaling by wavelength, applied at all lengths.
         """
         # Explicitly on the CPU: `meta_modules` sets the meta device.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu").float() / self.head_dim
         freq = 1.0 / (self.rope_base**exponents)
-        rope = self._scaled_rope
-        return rope.frequencies(self, freq, length) if rope else freq
+        if rope := self._scaled_rope:
+            return rope.frequencies(self, freq, length)
+        if self.rope_type != "llama3":
+            return freq
+        factor, low, high, original = (float(self.rope_scaling[key]) for key in LLAMA3_ROPE_FIELDS)
+        rotations = original * freq / (2 * math.pi)  # of each pair within the original context
+        blend = ((rotations - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
+        return (1 - blend) * freq / factor + blend * freq
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """Return the factor by which embeddings are multiplied, rounded to `dtype`."""

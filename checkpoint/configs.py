@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 
 from checkpoint.dense import dense_fields, rope_of, rope_type
-from checkpoint.load import CONFIG
+from checkpoint.load import CONFIG, check_rope, rope_fields
 from common.cli import log_stderr
 from common.errors import InputError
 from common.schema import named
-from families.rope import FIELDS, check_rope
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Fields of `families.variants.VariantArgs`: keys of configs, which are 1 or null where nothing changes.
@@ -119,7 +118,7 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         check_rope(scaling)
     if grows and not beta:
         longest = max(longest, int(original * scaling["factor"]))
-    known = "rope_type", *FIELDS[kind]
+    known = "rope_type", *rope_fields(kind)
     if unknown := [name for name in scaling if name not in (*known, key)]:
         raise InputError(f"{path}: {unknown[0]} of RoPE's parameters is not supported")
     return {name: value for name, value in scaling.items() if name in known}, longest

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-import extensions
 from checkpoint.load import CONFIG
 from checkpoint.source import Entry, Source
 from checkpoint.writer import Planned
 from common.errors import InputError
 from common.schema import ABSENT, InvalidValue
-from model import ModelArgs
+from model import LLAMA3_ROPE_FIELDS, ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
 # names {i} is the layer and {e} the expert; all experts follow each other.
@@ -98,15 +97,12 @@ def dense_fields(where: Path, config: dict) -> dict:
             raise InputError(f"{where}: {InvalidValue(KEYS[name][0], ABSENT, 'a whole number')}")
     fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
     rope = rope_of(config)
-    scaling = None
-    if rope_type(rope) == "llama3":
-        known = extensions.load(extensions.ROPE).FIELDS["llama3"]
-        scaling = {"rope_type": "llama3"} | {k: v for k, v in rope.items() if k in known}
+    scaling = {"rope_type": "llama3"} | {k: v for k, v in rope.items() if k in LLAMA3_ROPE_FIELDS}
     return fields | {
         "num_kv_heads": config.get("num_key_value_heads", fields["num_heads"]),
         "head_dim": config.get("head_dim", fields["hidden_size"] // fields["num_heads"]),
         "rope_base": rope.get("rope_theta", fields["rope_base"]),
-        "rope_scaling": scaling,
+        "rope_scaling": scaling if rope_type(rope) == "llama3" else None,
     }
 
 

@@ -27,7 +27,7 @@ from common.errors import InputError, first_line
 from common.files import check_file, read_json
 from common.schema import ABSENT, InvalidValue, Schema, Sha256, Text, named, schema_of, whole
 from head import Head, HeadArgs
-from model import Linear, ModelArgs, Transformer, meta_modules
+from model import LLAMA3_ROPE_FIELDS, Linear, ModelArgs, Transformer, meta_modules
 
 Shapes = dict[str, tuple[int, ...]]
 FORMAT = 2
@@ -41,6 +41,24 @@ FOLDER = Schema(TypedDict("Folder", {
     "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
     "quantization": NotRequired[dict],
 }))
+
+ROPE_TYPES = "default", "linear", "llama3", "yarn", "divisors"  # divisors: longrope, or llama3 of a GGUF
+
+
+def rope_fields(kind: str) -> dict:
+    """Return the fields of `rope_scaling` of this type, one of `ROPE_TYPES`."""
+    if entry := extensions.ROPE.get(kind):
+        return extensions.load(entry).FIELDS[kind]
+    return LLAMA3_ROPE_FIELDS if kind == "llama3" else {}
+
+
+def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
+    """Raise InvalidValue unless these are the parameters of a supported RoPE scaling."""
+    type_key = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.get(type_key, ABSENT)
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise InvalidValue(f"{key}.{type_key}", kind, f"one that is supported: {', '.join(ROPE_TYPES)}")
+    Schema(TypedDict(f"Rope_{kind}", rope_fields(kind))).check(scaling, key)
 
 
 def check_args(args: ModelArgs) -> None:
@@ -64,7 +82,7 @@ def check_config(config: dict) -> ModelArgs:
     FOLDER.check(config)
     network = class_of(config)
     if isinstance(scaling := config.get("rope_scaling"), dict):
-        extensions.load(extensions.ROPE).check_rope(scaling)
+        check_rope(scaling)
     schema_of(network.Args).check(config)
     args = network.Args.from_config(config)
     for field in extensions.TARGETS:

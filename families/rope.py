@@ -1,5 +1,4 @@
-"""RoPE scaled by linear interpolation, as in Llama 3.1, by YaRN (arXiv 2309.00071), or by a divisor for each
-frequency.
+"""RoPE scaled by linear interpolation, YaRN (arXiv 2309.00071), or a divisor for each frequency.
 
 `divisors` holds llama3 scaling as GGUF stores it (`rope_freqs.weight`), and longrope (arXiv 2402.13753),
 which has a second list for sequences beyond the original length.
@@ -8,26 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired
 
-from common.schema import ABSENT, Flag, InvalidValue, Schema, number, whole
-from model import ModelArgs
+from common.schema import Flag, number, whole
+from model import Factor, Length, ModelArgs
 
-Factor, Length = number(1e-3, 1e6), number(1, 2**31)
 Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]
-FIELDS: dict[str, dict[str, Any]] = {  # of `rope_scaling`, by type
-    "default": {},
+FIELDS = {  # of `rope_scaling`, by type
     "linear": {"factor": Factor},
-    "llama3": {
-        "factor": Factor, "low_freq_factor": Factor, "high_freq_factor": Factor,
-        "original_max_position_embeddings": Length,
-    },
     "yarn": {
         "factor": Factor, "original_max_position_embeddings": Length,
         **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), NotRequired[Factor | None]),
@@ -41,15 +34,6 @@ FIELDS: dict[str, dict[str, Any]] = {  # of `rope_scaling`, by type
 }
 
 
-def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
-    """Raise InvalidValue unless these are the parameters of a supported RoPE scaling."""
-    type_key = "rope_type" if "rope_type" in scaling else "type"
-    kind = scaling.get(type_key, ABSENT)
-    if not isinstance(kind, str) or kind not in FIELDS:
-        raise InvalidValue(f"{key}.{type_key}", kind, f"one that is supported: {', '.join(FIELDS)}")
-    Schema(TypedDict(f"Rope_{kind}", FIELDS[kind])).check(scaling, key)
-
-
 def frequencies(args: ModelArgs, freq: Tensor, length: int) -> Tensor:
     """Scale inverse frequencies [hd/2] for sequences of up to `length` tokens."""
     scaling = args.rope_scaling
@@ -58,15 +42,7 @@ def frequencies(args: ModelArgs, freq: Tensor, length: int) -> Tensor:
     if args.rope_type == "divisors":
         divisors = scaling["long_divisors" if length > args.short_length else "divisors"]
         return freq / torch.tensor(divisors, dtype=torch.float32, device="cpu")
-    return (_llama3 if args.rope_type == "llama3" else _yarn)(scaling, args, freq)
-
-
-def _llama3(scaling: dict, args: ModelArgs, freq: Tensor) -> Tensor:
-    """Rescale by wavelength, as Llama 3.1 at all lengths."""
-    factor, low, high, original = (float(scaling[key]) for key in FIELDS["llama3"])
-    rotations = original * freq / (2 * math.pi)  # of each pair within the original context
-    blend = ((rotations - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
-    return (1 - blend) * freq / factor + blend * freq
+    return _yarn(scaling, args, freq)
 
 
 def _yarn(scaling: dict, args: ModelArgs, freq: Tensor) -> Tensor:
@@ -88,7 +64,7 @@ def _yarn(scaling: dict, args: ModelArgs, freq: Tensor) -> Tensor:
 def attention_factor(args: ModelArgs) -> float:
     """Return the factor of cos and sin of YaRN (section 3.4 of its paper) and longrope."""
     scaling = args.rope_scaling
-    if args.rope_type in ("linear", "llama3"):
+    if args.rope_type == "linear":
         return 1.0
     if scaling.get("attention_factor") is not None or args.rope_type == "divisors":
         return float(scaling.get("attention_factor") or 1)
