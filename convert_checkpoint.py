@@ -36,7 +36,7 @@ def parser() -> Options:
     add("--out", metavar="DIR",
         help="default: checkpoints/NAME; for a head TARGET/KIND, such as TARGET/eagle3")
     add("--target", metavar="DIR", help="for a head: the converted target it belongs to")
-    add("--dtype", choices=("keep", *DTYPES, *DTYPES.values()), default="keep",
+    add("--dtype", choices=("keep", *DTYPES), default="keep",
         help="dtype of the stored tensors (default keep: as in the source)")
     add("--aux-layers", type=layer_numbers, metavar="I,J,K",
         help="head: target layers whose inputs it reads, such as 2,15,27")

@@ -91,14 +91,11 @@ CLASS_FIELDS = {
     "mtp": {"global_head_dim": "networks.assistant:AssistantHead"},
     "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},
 }
-# KV caches of `--kv` for PyTorch's step; kernels have their own.
-CACHES = {"fp8": "kernels.float8:Float8Caches"}
 CHECK_KV = "kernels.choose:check_kv"
-BACKENDS = "kernels.choose:choose_backend"  # the `Backend` of a device
+ON_BACKEND = "kernels.choose:on_backend"  # puts a target on the `Backend` of its device
 SCHEDULER = "schedulers.cost_model:schedule"
 QUANTIZE = "kernels.quantized:quantize_at_load"  # quantizes a 16-bit head
 ISA = "kernels.isa:choose"
-COMPILED = "kernels.build:compiled_folder"
 # Tensor parallelism.
 CHECK_RANKS = "kernels.check_ranks:check_ranks"  # before loading
 RANKS_MEMORY = "kernels.check_ranks:shared_memory"  # free memory: minimum over ranks
@@ -123,6 +120,9 @@ PROCESSORS = "engine.processors:Processors"  # logits processors
 LOGPROBS_OF_ROW = "engine.processors:scores_of"
 ANNOUNCED = "common.progress:announced"  # prints a line if something takes long
 LAUNCH_ALL = "engine.warmup:launch_all"  # warmup of all passes
+# torch.compile and CUDA.
+COMPILE_PASSES, CONFIGURE_COMPILER = "engine.graphs:compile_passes", "engine.graphs:configure"
+PASS_BYTES, COPY_TO_HOST = "engine.graphs:pass_bytes", "engine.graphs:copy_to_host"
 PROMPT_SCORES = "engine.prompt_scores:score_prompt"  # log-probabilities of a prompt
 
 

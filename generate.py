@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -204,33 +203,25 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         from console.chat import chat
 
         return chat(engine, samplings[0], o.system, o.stats, show)
-    if len(ids) > 1 or o.compare or o.stats or o.trace:
+    if len(ids) > 1 or o.json or o.compare or o.stats or o.trace:
         from console.output import answer
 
         return answer(o, llm, prompts, ids, samplings, show)
-    return answer_one(o, llm, prompts[0], ids[0], samplings[0])
+    return answer_one(llm.engine, ids[0], samplings[0])
 
 
-def answer_one(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampling) -> int:
-    """Stream one request's text, then a summary line; or print one JSON line. Returns 130 if interrupted."""
-    from llm import as_json, summary
+def answer_one(engine, ids: list[int], sampling: Sampling) -> int:
+    """Stream one request's text, then a summary line. Returns 130 if interrupted."""
+    from llm import summary
 
-    engine, ranks, requests, status = llm.engine, llm.target.model.ranks, [], 0
-    events = engine.run([ids], [sampling], requests)
+    requests, status = [], 0
     try:
-        if o.json:
-            for _ in events:
-                pass
-        else:
-            show(events, engine.tokenizer)
+        show(engine.run([ids], [sampling], requests), engine.tokenizer)
     except KeyboardInterrupt:
         status = 130
         log_stderr("\n(interrupted)")
     for request in requests:
-        if o.json:
-            print(json.dumps(as_json(request, prompt, ranks.count if ranks else 1)), flush=True)
-        else:
-            log_stderr(summary(requests, engine.drafter.shape.nodes > 1))
+        log_stderr(summary(requests, engine.drafter.shape.nodes > 1))
         if request.error:
             raise ValueError(request.error)
     return status

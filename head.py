@@ -151,7 +151,7 @@ class Eagle3Block(Block):
 class Eagle3Head(Head):
     """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
 
-    fused: a backend's kernel for `run_layers`, called with this head and the arguments. feeds_residual: each
+    fused: a backend's kernel for `forward`, called with this head and the arguments. feeds_residual: each
     draft step reads the residual stream that the one before returned, not its norm.
     """
 
@@ -170,12 +170,6 @@ class Eagle3Head(Head):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
-        return self.run_layers(tokens, feature, positions, slots, visible, caches)
-
-    def run_layers(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
-    ) -> Tensor:
-        """Return the residual stream [B, T, H] after the last layer; arguments as for `forward`."""
         if self.fused is not None:
             return self.fused(self, tokens, feature, positions, slots, visible, caches)
         shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
@@ -186,8 +180,4 @@ class Eagle3Head(Head):
         return x
 
     def logits(self, feature: Tensor) -> Tensor:
-        return self.logits_of_residual(feature)
-
-    def logits_of_residual(self, x: Tensor) -> Tensor:
-        """Residual stream [..., H] -> float32 draft logits [..., Vd]."""
-        return self.lm_head.logits(self.norm(x))
+        return self.lm_head.logits(self.norm(feature))

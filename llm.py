@@ -180,22 +180,6 @@ def summary(requests: list[Request], drafts: bool, estimate: bool = True) -> str
     )
 
 
-def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
-    """Return the object that `--json` prints. ranks: processes that the target is sharded over."""
-    row = {
-        "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
-        "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
-        "tokens_per_second": request.tokens_per_second, "tau": request.tau,
-        "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
-        "step_seconds": request.step_seconds, "seed": request.sampling.seed,
-        "finish": request.finish or "interrupted", "ranks": ranks,
-    }
-    row |= {"stop": request.stop} if request.stop is not None else {}
-    if request.scores:
-        row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in request.scores]
-    return row
-
-
 def is_single_prompt(prompts: Prompt | Iterable[Prompt]) -> bool:
     """Return whether this is one prompt, valid or not, rather than a list of prompts."""
     listed = isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))

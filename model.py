@@ -257,8 +257,7 @@ class KVCaches(nn.ModuleList):
 
     def sequence(self, slot: int, length: int) -> list[Tensor]:
         """Return views of the first `length` cache slots of a batch slot."""
-        entries = self.entries(length)
-        return [x[slot, :entries] for x in self.buffers()]
+        return [x[slot, :length] for x in self.buffers()]
 
     def reusable_prefix(self, slot: int, length: int) -> int:
         """Return how many of the `length` cached tokens of a slot a new request can reuse."""
@@ -269,10 +268,6 @@ class KVCaches(nn.ModuleList):
 
     def save_prefix(self, slot: int) -> None:
         """Save the state that a request with the same prefix needs later. Called when the prompt is read."""
-
-    def entries(self, slots: int) -> int:
-        """Return how many entries of a buffer's second dimension hold `slots` slots."""
-        return slots
 
 
 def rows_of(module: nn.Module, first: int, count: int, shared: tuple[str, ...] = ()) -> nn.Module:
@@ -367,9 +362,7 @@ class Embedding(nn.Embedding):
     def device(self) -> torch.device:
         return self.weight.device
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Normed states x [..., H] -> float32 logits [..., V]."""
-        return matmul_float32(x, self.weight)
+    logits = Linear.logits
 
 
 def matmul_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

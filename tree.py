@@ -3,7 +3,7 @@
 Node 0 is the root: the last token the target chose. Its keys and values are not in the cache yet. The other
 T-1 nodes are drafted. Everything is batched over B sequences, and the loops of a step run over levels, not
 over nodes. Every shape depends on `TreeShape` alone and nothing reads a value back to the host, unless a
-scheduler limits the tree by `costs` (`engine.scheduler.Choice`).
+scheduler limits the tree by `costs` (`engine.engine.Choice`).
 """
 from __future__ import annotations
 

@@ -15,18 +15,17 @@ import torch
 from bench import Decoded, synchronize
 from shapes import random_models
 
-import extensions
 from common.cli import log_stderr
 from engine.draft import Drafter, HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.graphs import CapturedCalls
 from engine.request import encode
-from engine.runtime import TORCH_BACKEND, Runtime
+from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import Target, load_target
 from head import Head
-from kernels.choose import choose_backend
+from kernels.choose import on_backend
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
@@ -88,8 +87,6 @@ class Model:
                 self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=log_stderr,
                 compile=target.runtime.compile, batch_sizes=(batch,),
             )
-            if target.backend.self_check:
-                engine.self_check = extensions.load(target.backend.self_check)
         return Runner(engine)
 
     def slot_batch(self, method: str, tree: TreeShape | None, slots: int, max_seq_len: int) -> SlotBatch:
@@ -205,14 +202,7 @@ def load(
     where.prepare()
     torch.manual_seed(0)
     weights, head = random_models(shape, where.torch_dtype or torch.bfloat16, where.device_name, mode)
-    backend = choose_backend(
-        where.device_name, where.compile and where.kernels, where.isa, log_stderr, where.kv == "int8"
-    )
-    if where.on_kernels and backend is TORCH_BACKEND:
-        where = replace(where, compile=False)
-    target = Target(Path(shape), where, weights, {"stop_ids": []}, None, log_stderr, backend)
-    target.prepare_models(weights)
-    target.choose_caches()
+    target = on_backend(Target(Path(shape), where, weights, {"stop_ids": []}, None, log_stderr), None)
     target.prepare_models(head, quantize=mode is None)
     return Model(target, head)
 

@@ -46,7 +46,7 @@ from checkpoint.load import (
 )
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.writer import Planned, fill
-from common.cli import DTYPES, log_stderr, short_dtype
+from common.cli import dtype_name, log_stderr
 from common.errors import InputError, counted, library_errors
 from common.schema import named
 from common.writing import staging
@@ -80,7 +80,7 @@ def convert(
     Raises InputError on bad input or a full disk; `out` is unchanged then.
     """
     source = open_source(resolve_source(checkpoint))
-    cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
+    cast_to = None if dtype == "keep" else getattr(torch, dtype_name(dtype))
     kind = layout = layout_of(source)
     if layout is None:
         kind, source = extensions.load(HEAD_LAYOUTS).identify(source, bool(target))

@@ -17,17 +17,17 @@ from common.errors import InputError, did_you_mean, one_line
 
 MAX_THREADS = 1024
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
+DTYPES |= {name: name for name in DTYPES.values()}
 NO_MEMORY = re.compile("MemoryError|out of memory|can.?.t allocate memory|not enough memory")
 Rule = Callable[[argparse.Namespace], object]
 KV_DTYPES = ("auto", "int8", "fp8")  # of the target's keys and values; auto: the model's own
 
 
-def short_dtype(name: str) -> str:
-    """Return the short name of a dtype that is given by either name. Raises InputError on any other."""
-    for short, long in DTYPES.items():
-        if name in (short, long):
-            return short
-    raise InputError(f"dtype {name!r}: unknown; choose from {', '.join([*DTYPES, *DTYPES.values()])}")
+def dtype_name(name: str) -> str:
+    """Return PyTorch's name of a dtype. Raises InputError on an unknown one."""
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r}: unknown; choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def log_stderr(line: str) -> None:
@@ -154,7 +154,7 @@ class Options(argparse.ArgumentParser):
         group = self.add_argument_group("runtime")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
-        add("--dtype", choices=(*DTYPES, *DTYPES.values()), help="default: as stored")
+        add("--dtype", choices=DTYPES, help="default: as stored")
         add("-c", "--max-seq-len", type=within(2),
             help="maximum context length, prompt and output (default: the model's, as far as memory allows)")
         add("-t", "--threads", type=within(1, MAX_THREADS),

@@ -16,7 +16,7 @@ from common.errors import counted
 from engine.engine import Engine
 from engine.request import Request
 from engine.sampling import Sampling
-from llm import LLM, as_json, joint_speed, summary
+from llm import LLM, joint_speed, summary
 from tokens.tokenizer import Tokenizer
 
 MAX_LISTED_TREES = 5  # tree shapes listed by --stats, most frequent first
@@ -71,6 +71,22 @@ def answer(
         if request.error:
             raise ValueError(request.error)
     return status
+
+
+def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
+    """Return the object that `--json` prints. ranks: processes that the target is sharded over."""
+    row = {
+        "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
+        "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
+        "tokens_per_second": request.tokens_per_second, "tau": request.tau,
+        "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
+        "step_seconds": request.step_seconds, "seed": request.sampling.seed,
+        "finish": request.finish or "interrupted", "ranks": ranks,
+    }
+    row |= {"stop": request.stop} if request.stop is not None else {}
+    if request.scores:
+        row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in request.scores]
+    return row
 
 
 def as_text(request: Request, tokenizer: Tokenizer | None) -> str:

@@ -100,7 +100,8 @@ class Mixed(Drafter):
     @property
     def extra_slots(self) -> int:
         # A head's own tokens follow those of the longest commit.
-        return max(self.shape.nodes, *(p.extra_slots_after(self.shape.max_commit) for p in self.parts))
+        own = max(part.extra_slots - part.shape.max_commit for part in self.parts)
+        return max(self.shape.nodes, own + self.shape.max_commit)
 
     def allocate(self, *sizes) -> None:
         for part in self.parts:

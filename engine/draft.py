@@ -83,10 +83,6 @@ class Drafter(nn.Module):
         """Cache slots beyond the committed ones that a step may write, in the target's cache or its own."""
         return self.shape.extra_slots
 
-    def extra_slots_after(self, max_commit: int) -> int:
-        """Return `extra_slots` after a step of another drafter that commits up to `max_commit` tokens."""
-        return self.extra_slots - self.shape.max_commit + max_commit
-
     def rows(self, first: int, count: int) -> Drafter:
         """Return this drafter for slots first ... first + count - 1: same weights, views of the rest."""
         some = copy.copy(self)
@@ -122,7 +118,7 @@ class Drafter(nn.Module):
 
         step: for tensor operations. slots [n]: the live cache slots 0..n-1. noise [B, W, V]: temperature *
         Gumbel noise for positions length+1 ... length+W, or None if all requests are greedy. costs: limit the
-        tree, see `engine.scheduler.Choice`; None: no limit.
+        tree, see `engine.engine.Choice`; None: no limit.
         """
         return Tree(state.root.clone(), state.zero, state.zero, state.one)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,15 +27,66 @@ import extensions
 from common.errors import InputError
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
-from engine.runner import Emission, Emitted, ModelRunner, default_batch_sizes, read_outputs
+from engine.runner import Emission, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
-from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 from tree import Tree, TreeShape
 
 MAX_UNREAD_TOKENS = 512  # maximum number of tokens decoded without the head before it reads them
+
+
+class Choice(NamedTuple):
+    """What a step drafts."""
+
+    drafter: Drafter
+    # Limit its tree to what reduces latency; None: draft all of it. `expand(scores, limit)` and
+    # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
+    costs: Any = None
+    head: bool = False  # True if the scheduler switched the draft head on for this step
+
+
+class Scheduler:
+    """Chooses the drafter of every step: always the engine's own."""
+
+    runner: ModelRunner
+    skips_head = False  # it may choose steps without the draft head, see `engine.deferred`
+
+    def variants(self, drafter: Drafter) -> list[Drafter]:
+        """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
+        return []
+
+    def attach(self, engine) -> None:
+        """Attach to an `engine.engine.Engine`. Called once, before its first step."""
+        self.runner = engine.runner
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """The drafters that steps may run."""
+        return [self.runner.drafter]
+
+    def add(self, request: Request) -> None:
+        """Prepare for a new request."""
+
+    def next(self, requests: list[Request], group: SlotRange) -> Choice:
+        """Choose what to draft for these requests, the slots of `group`."""
+        return Choice(self.runner.drafter)
+
+    def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Any:
+        """Return a record of a step for `timed` and `emitted`, or None. noisy: a request samples."""
+
+    def timed(self, record: Any, seconds: float) -> None:
+        """Learn how long a step took. Not called where the host reads steps late."""
+
+    def emitted(self, record: Any, index: int, request: Request, count: int) -> None:
+        """Learn how many tokens a step emitted for request number `index` of the step."""
+
+    def warm_up(self, engine, sampling: Sampling) -> None:
+        """Time steps of the engine before requests come."""
+
+    def describe(self, noisy: bool) -> str | None:
+        """Return one line that describes what is drafted, or None. noisy: at temperatures above 0."""
 
 
 class Pending(NamedTuple):
@@ -64,12 +115,10 @@ class Engine:
     - tokenizer: gives requests their text
     - guide: makes the `Guide` of sampling options that need one
     - plain_requests: requests may be `plain`; their steps leave the draft head out
-    - self_check: called once, at the start of the first warmup (`engine.check`)
+    - self_check: its backend's, called once, at the start of the first warmup (`engine.check`)
 
     Raises InputError, with the numbers, if the caches do not fit in memory.
     """
-
-    self_check: Callable[[ModelRunner, Sequence[Sampling]], None] | None = None
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
@@ -103,8 +152,8 @@ class Engine:
 
             self.slots.deferred = DeferredHead(self.runner, self.slots)
         self._pending: deque[Pending] = deque()
-        self._undelivered: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._modes: Modes | None = None  # of the decoding requests; None: recompute
+        self.self_check = target.backend and target.backend.self_check
         self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
     @property
@@ -222,22 +271,16 @@ class Engine:
                     request = self.admit(prompts[len(requests)], samplings[len(requests)], **options)
                     requests.append(request)
                     active.append(request)
-                    self._undelivered[request] = deque()
-                if not any(self._undelivered[request] for request in active):
-                    for event in self.step():
-                        if event.request in self._undelivered:  # another `run` may own the request
-                            self._undelivered[event.request].append(event)
+                if not any(request.undelivered for request in active):
+                    for event in self.step():  # another `run` may own the request
+                        event.request.undelivered.append(event)
                 for request in [*active]:
-                    while self._undelivered[request]:
-                        event = self._undelivered[request].popleft()
+                    while request.undelivered:
+                        event = request.undelivered.popleft()
                         if event.finish:
                             active.remove(request)
                         yield event
-                    if request not in active:
-                        del self._undelivered[request]
         finally:
-            for request in requests:
-                self._undelivered.pop(request, None)
             for request in active:
                 self.remove(request)
 
@@ -389,7 +432,7 @@ class Engine:
         """
         if check := self.self_check:
             self.self_check = None  # once, before any request: it overwrites the caches
-            check(self.runner, samplings[:1])
+            extensions.load(check)(self.runner, samplings[:1])
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # else the first token might end the request before a step runs
         try:

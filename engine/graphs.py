@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
@@ -14,7 +15,58 @@ from unittest.mock import patch
 
 import torch
 
-from common.errors import first_line
+import extensions
+from common.errors import InputError, first_line
+
+GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
+NAMES = {"draft_and_verify": "step", "accept_and_commit": "commit"}  # of functions, in the log
+
+
+def configure(autotune: bool) -> None:
+    """Set torch.compile's options. Raises InputError if it has no place for its cache."""
+    if autotune:
+        import torch._inductor.config as settings
+
+        settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
+    # torch.compile's cache lies beside our compiled kernels, never inside a checkpoint folder.
+    try:
+        folder = extensions.load("kernels.build:compiled_folder")()
+    except OSError as e:
+        raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
+
+
+def compile_passes(runner, log: Callable[[str], None]) -> None:
+    """Replace the passes of an `engine.runner.ModelRunner` by compiled ones; capture them on CUDA."""
+    for function in runner.passes if runner.compiled else ():
+        name = function.__name__
+        if name != "prefill" or not runner.on_cuda:  # there it would gain little, and starts would wait
+            runner.passes[function] = CompiledFunction(function, NAMES.get(name, name), log, runner.fell_back)
+    if runner.on_cuda:
+        runner.captured = CapturedCalls(runner.device, runner.fell_back)
+
+
+def pass_bytes(runner, drafters: list) -> int:
+    """Return an upper bound of the GPU memory that passes take besides the caches, in bytes.
+
+    For each logit of a tree 24 bytes: raw, penalized and restricted logits, sort order, probability mass.
+    Captured graphs keep logits and noise per batch size. Then activations of the longest chunk.
+    """
+    args, shapes = runner.target.args, [one.shape for one in drafters]
+    logits = 24 * runner.batch * max(shape.nodes for shape in shapes)
+    graph_values = 2 * runner.batch * sum(2 * s.nodes + s.max_commit for s in shapes)
+    activations = runner.batch * runner.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
+    return (logits + 4 * graph_values) * args.vocab_size + 4 * activations + GPU_WORKSPACE
+
+
+def copy_to_host(parts: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event]:
+    """Start copying tensors to pinned memory. Returns the copies, and an event after them."""
+    host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
+    for x, pinned in zip(parts, host):
+        pinned.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(parts[0].device))
+    return host, copied
 
 
 def compile_graph(function: Callable, **options) -> Callable:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.request import Guide, Score
 from engine.sampling import MAX_LOGPROBS, Modes, Sampling
-from engine.state import State, batch_buffer, swap_rows
-from model import rows_of
+from engine.state import State, batch_buffer
 
 
 class Processors(nn.Module):
@@ -42,14 +41,6 @@ class Processors(nn.Module):
         buffer("logprob", W, dtype=torch.float32)
         buffer("top_logprobs", W, top, dtype=torch.float32)
         buffer("top_ids", W, top)
-
-    def rows(self, first: int, count: int) -> Processors:
-        """Return views of the same buffers for slots first ... first + count - 1."""
-        return rows_of(self, first, count)
-
-    def swap(self, one: int, other: int) -> None:
-        """Swap two slots."""
-        swap_rows(self, one, other)
 
     def start_request(self, slot: int, prompt: Tensor, sampling: Sampling) -> None:
         """Start a request in a slot. prompt [P]: its token ids."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
@@ -107,6 +107,7 @@ class Request:
     prefilled: int = 0  # prompt tokens in the caches
     acceptance: object = None  # the scheduler's statistics of this request
     active: bool = True  # it holds a batch slot
+    undelivered: deque[Event] = field(default_factory=deque)  # events that `Engine.run` has not yielded yet
 
     def __repr__(self) -> str:
         return f"Request({len(self.ids)} tokens, finish={self.finish!r}, text={self.text[:60]!r})"

@@ -27,7 +27,6 @@ from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt tokens of a pass
-GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
 
 
 class CachesTooLarge(InputError):
@@ -42,11 +41,6 @@ class Emission(NamedTuple):
 
     parts: tuple[Tensor | list, ...]
     copied: torch.cuda.Event | None  # recorded after the copy to the host; None: it is there already
-
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        if self.copied is not None:
-            self.copied.synchronize()
 
 
 class Emitted(NamedTuple):
@@ -110,7 +104,7 @@ class ModelRunner:
         # deeper than the tree of the head in it.
         self._drafters = drafters
         self.max_commit = max(one.shape.max_commit for one in drafters)
-        self.extra_slots = max(one.extra_slots_after(self.max_commit) for one in drafters)
+        self.extra_slots = self.max_commit + max(one.extra_slots - one.shape.max_commit for one in drafters)
         self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.max_unread = min(max_unread, self.cache_slots)
@@ -146,27 +140,15 @@ class ModelRunner:
         self.run_eagerly()
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
         self.compiled = compile and not self.device_step.batch_invariant and self.target.can_compile
-        if self.compiled:
-            from engine.graphs import CompiledFunction
-
-            compiling = partial(CompiledFunction, log=log, failed=fell_back)
-            if not self.on_cuda:  # there it would gain little, and every start would wait for it
-                self._prefill = compiling(prefill, "prefill")
-            self._draft_and_verify = compiling(draft_and_verify, "step")
-            self._accept_and_commit = compiling(accept_and_commit, "commit")
-        if compile and self.on_cuda:
-            from engine.graphs import CapturedCalls
-
-            self.captured = CapturedCalls(self.device, fell_back)
+        if self.compiled or (compile and self.on_cuda):
+            extensions.load(extensions.COMPILE_PASSES)(self, log)
 
     def run_eagerly(self) -> None:
         """Run eagerly from now on: drop compiled functions and captured graphs."""
         def uncompiled(function: Callable) -> Callable:
             return lambda key, *args: function(*args)  # `CompiledFunction` has a graph for each key
 
-        self._prefill = uncompiled(prefill)
-        self._draft_and_verify = uncompiled(draft_and_verify)
-        self._accept_and_commit = uncompiled(accept_and_commit)
+        self.passes = {one: uncompiled(one) for one in (prefill, draft_and_verify, accept_and_commit)}
         self.captured = None
 
     def slot_range(self, first: int, count: int) -> SlotRange:
@@ -197,7 +179,9 @@ class ModelRunner:
         """Return the bytes of all KV caches and unread features. Raises CachesTooLarge."""
         dtype, size = self.target.embed.dtype, (self.batch, slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, dtype) + unread_bytes
-        free, pass_bytes = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
+        free, pass_bytes = free_memory(self.device), 0
+        if self.on_cuda:
+            pass_bytes = extensions.load(extensions.PASS_BYTES)(self, self._drafters)
         if free is not None and need + pass_bytes > free:
             passes = f" and passes {pass_bytes / 1e9:.1f} GB" if pass_bytes else ""
             raise CachesTooLarge(
@@ -206,18 +190,6 @@ class ModelRunner:
                 " decoded together"
             )
         return need
-
-    def _pass_bytes(self) -> int:
-        """Return an upper bound of the GPU memory that passes take besides the caches, in bytes.
-
-        For each logit of a tree 24 bytes: raw, penalized and restricted logits, sort order, probability mass.
-        Captured graphs keep logits and noise per batch size. Then activations of the longest chunk.
-        """
-        args, shapes = self.target.args, [one.shape for one in self._drafters]
-        logits = 24 * self.batch * max(shape.nodes for shape in shapes)
-        graph_values = 2 * self.batch * sum(2 * s.nodes + s.max_commit for s in shapes)
-        activations = self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
-        return (logits + 4 * graph_values) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 
     # -- passes -------------------------------------------------------------------------------
 
@@ -230,20 +202,20 @@ class ModelRunner:
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: by slot; None: no
         sequence has one. costs: see `Drafter.propose`.
         """
-        if modes.needs_processors:
+        if modes.adjusted or modes.scored or modes.guided:
             _ = group.state.processors  # created lazily; must exist before compilation
         arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
         # Other trees, plain steps beside a drafter and rare modes are not worth compiling.
         key = None if drafter is not self.drafter else (drafter, group.count, modes.noisy)
-        verify = partial(self._draft_and_verify, key, *arguments, live_slots, modes.noisy, costs)
-        commit = partial(self._accept_and_commit, None if modes.is_rare else key, *arguments)
+        verify = partial(self.passes[draft_and_verify], key, *arguments, live_slots, modes.noisy, costs)
+        commit = partial(self.passes[accept_and_commit], None if modes.is_rare else key, *arguments)
         if guides is None:
             key = "step", drafter, live_slots.shape[0], *modes
             return self.run(group, key, lambda: commit(verify(), *modes))
         with self.device_context():
             verified = self.run(group, ("verify", drafter, live_slots.shape[0], modes.noisy), verify)
             # The host says what may follow each node.
-            tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
+            tokens, parent = verified[0].tokens.tolist(), verified[0].parent.tolist()
             for i, guide in guides.items():
                 group.state.processors.mask(i, guide, tokens[i], parent[i])
             return commit(verified, *modes)
@@ -259,7 +231,7 @@ class ModelRunner:
             torch._dynamo.mark_dynamic(chunk, 0)
         drafter, start = group.drafter_view(self.drafter), group.chunk_start
         arguments = self.device_step, self.target, group.caches, drafter, group.state, live_slots, start
-        read_chunk = partial(self._prefill, (group.count,), *arguments, chunk)  # one graph for all sizes
+        read_chunk = partial(self.passes[prefill], (group.count,), *arguments, chunk)  # one graph, all sizes
         x, features = self.run(group, ("prefill", size, live_slots.shape[0]), read_chunk)
         if modes is not None:
             with self.device_context():
@@ -326,12 +298,7 @@ class ModelRunner:
             parts += state.processors.scores
         if not self.on_cuda:
             return Emission(tuple(x.tolist() for x in parts), None)
-        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
-        for x, pinned in zip(parts, host):
-            pinned.copy_(x, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self.device))
-        return Emission(host, copied)
+        return Emission(*extensions.load(extensions.COPY_TO_HOST)(parts))
 
 
 def read_outputs(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:
@@ -339,7 +306,8 @@ def read_outputs(emission: Emission, logprobs: list[int | None]) -> Iterator[Emi
 
     logprobs: `Sampling.logprobs` of each.
     """
-    emission.wait()
+    if emission.copied is not None:
+        emission.copied.synchronize()
     out, *scores = (x if isinstance(x, list) else x.tolist() for x in emission.parts)
     for i, ((*tokens, count, drafted, done), num_logprobs) in enumerate(zip(out, logprobs)):
         scored = extensions.load(extensions.LOGPROBS_OF_ROW)(scores, i, count, num_logprobs) if scores else []

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from dataclasses import dataclass, fields
 
@@ -11,7 +10,7 @@ import torch.nn as nn
 
 import extensions
 from checkpoint.load import read_config_if_converted
-from common.cli import DTYPES, is_distributed, log_stderr, short_dtype
+from common.cli import dtype_name, is_distributed, log_stderr
 from common.errors import InputError, first_line
 from common.machine import use_threads
 from common.schema import Flag, schema_of
@@ -120,7 +119,7 @@ class Runtime:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """The dtype as torch has it. Raises InputError on a name it does not know."""
-        return None if self.dtype is None else getattr(torch, DTYPES[short_dtype(self.dtype)])
+        return None if self.dtype is None else getattr(torch, dtype_name(self.dtype))
 
     @property
     def on_kernels(self) -> bool:
@@ -152,17 +151,8 @@ class Runtime:
         _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
         if self.kv != "auto":
             extensions.load(extensions.CHECK_KV)(self.kv, self.on_kernels)
-        if not self.compile:
-            return
-        if self.autotune:
-            import torch._inductor.config as settings
-
-            settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
-        # torch.compile's cache lies beside our compiled kernels, never inside a checkpoint folder.
-        try:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(extensions.load(extensions.COMPILED)().absolute())
-        except OSError as e:
-            raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
+        if self.compile:
+            extensions.load(extensions.CONFIGURE_COMPILER)(self.autotune)
 
 
 def open_runtime(o, *contents: object) -> contextlib.AbstractContextManager[tuple]:

@@ -79,11 +79,6 @@ class Sampling:
         vars(self).update(found, logit_bias=tuple(sorted(found["logit_bias"])))
 
     @property
-    def restricts(self) -> bool:
-        """True if top-k or top-p restricts the tokens."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-
-    @property
     def adjusts(self) -> bool:
         """True if penalties or biases change the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
@@ -114,11 +109,6 @@ class Modes(NamedTuple):
     guided: bool = False  # some grammar, whose masks the host computes
 
     @property
-    def needs_processors(self) -> bool:
-        """True if a step needs `engine.state.State.processors`."""
-        return any(self[3:])
-
-    @property
     def is_rare(self) -> bool:
         """True if few requests need these modes: their part of a step is not compiled."""
         return any(self[2:])
@@ -135,10 +125,9 @@ class Modes(NamedTuple):
         """
         noisy = any(s.temperature > 0 for s in samplings)
         modes = cls(
-            noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
-            any(s.adjusts for s in samplings),
-            any(s.logprobs is not None for s in samplings),
-            any(s.is_guided for s in samplings),
+            noisy, any(s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplings),
+            noisy and any(s.min_p > 0 for s in samplings), any(s.adjusts for s in samplings),
+            any(s.logprobs is not None for s in samplings), any(s.is_guided for s in samplings),
         )
         if compiled:
             return cls.all_modes(noisy) if modes.is_rare else cls(noisy, noisy)
@@ -176,18 +165,14 @@ def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return _mix(_mix(ids + a[..., None] & MASK32) ^ b[..., None])
 
 
-def uniform(key: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Uniform numbers in (0, 1), ends excluded, [B, W, count] float32 for key [B, 2] and positions [B, W]."""
-    return ((random_bits(key, positions, count).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-
-
 def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [B, W, V] float32 for key [B, 2] and absolute positions [B, W].
 
     Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the
     tail is resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
     """
-    return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))
+    uniform = ((random_bits(key, positions, vocab_size).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
 
 
 def apply_min_p(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:

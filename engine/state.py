@@ -100,7 +100,7 @@ class State(nn.Module):
         """Return the same buffers of the sequences first ... first + count - 1."""
         some = rows_of(self, first, count, SHARED)
         some._modules = {**self._modules, "_processors": None}
-        some._make_processors = lambda: self.processors.rows(first, count)
+        some._make_processors = lambda: rows_of(self.processors, first, count)
         return some
 
     @property
@@ -118,7 +118,7 @@ class State(nn.Module):
         """Swap the slots of two sequences."""
         swap_rows(self, one, other)
         if self._processors is not None:
-            self._processors.swap(one, other)
+            swap_rows(self._processors, one, other)
 
     def start_request(self, slot: int, prompt: list[int], sampling: Sampling, max_seq_len: int) -> None:
         """Start a sequence of at most `max_seq_len` tokens with a prompt in a batch slot."""

@@ -14,8 +14,6 @@ V vocabulary.
 """
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -39,6 +37,9 @@ class Step:
 
     batch_invariant = reads_length = False
     static_shapes = True
+    # Operations that are functions elsewhere. mask: in the form that the attention of this step reads.
+    mask, prune = staticmethod(tree.visible_slots), staticmethod(tree.prune_candidates)
+    advance = staticmethod(Growth.advance)
 
     # -- draft ----------------------------------------------------------------------------------
 
@@ -46,13 +47,6 @@ class Step:
         """Draft a tree below the root. slots [n]: the live cache slots. noise, costs: `Drafter.propose`."""
         drafted = drafter.propose(self, state, slots, noise, costs)
         return drafted if costs is None or drafter.applies_costs else costs.limit(self, drafted)
-
-    def mask(self, slots: Tensor, length: Tensor, local: Tensor):
-        """Return which slots each token of a pass attends to, as the attention of this step reads it.
-
-        See `tree.visible_slots`: [B, T, n] bool.
-        """
-        return tree.visible_slots(slots, length, local)
 
     def causal_mask(self, slots: Tensor, start: Tensor, count: int):
         """Return the causal mask, in the form of `mask`, of `count` tokens in slots start [B] and up."""
@@ -70,17 +64,6 @@ class Step:
             logits = logits + noise
         top, index = logits.topk(k, dim=-1)
         return top - logits.logsumexp(-1, keepdim=True), index if ids is None else ids[index]
-
-    def advance(self, growth: Growth) -> Tensor:
-        """Make the k best of the newest candidates the beam: `Growth.advance`."""
-        return growth.advance()
-
-    def prune(
-        self, root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
-        costs=None,
-    ) -> Tree:
-        """Return the tree of the nodes - 1 most probable candidates: `tree.prune_candidates`."""
-        return tree.prune_candidates(root, scores, tokens, parents, nodes, levels, costs)
 
     # -- verify ---------------------------------------------------------------------------------
 
@@ -164,15 +147,6 @@ class Step:
         return count
 
 
-class Verified(NamedTuple):
-    """A drafted tree and the target's outputs at its nodes."""
-
-    tree: Tree
-    logits: Tensor  # [B, T, V] at each node, see `Step.logits`
-    features: Tensor | None  # [B, T, F]
-    noise: Tensor | None  # [B, W, V]
-
-
 def process_logits(
     step: Step, logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
@@ -190,20 +164,21 @@ def process_logits(
 def draft_and_verify(
     step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor,
     noisy: bool, costs=None,
-) -> Verified:
+) -> tuple:
     """Run the first half of a step: draft a tree and run the target on it.
 
     slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's extra slots. noisy: a request
-    samples. Plain decoding has a tree of one node.
+    samples. Plain decoding has a tree of one node. Returns the tree, `Step.logits` [B, T, V] and the features
+    [B, T, F] of its nodes, and the noise [B, W, V] or None.
     """
     noise = step.noise(state, drafter.shape.max_commit, target.args.vocab_size) if noisy else None
     drafted = step.draft(drafter, state, slots, noise, costs)
     logits, features = step.verify(target, drafted, state, slots, caches, drafter.aux_layers)
-    return Verified(drafted, logits, features, noise)
+    return drafted, logits, features, noise
 
 
 def accept_and_commit(
-    step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: Verified,
+    step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: tuple,
     *modes: bool,
 ) -> tuple[Tree, Tensor]:
     """Run the second half of a step: draw the target's tokens, accept a path, commit and emit it.

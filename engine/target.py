@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from engine.draft import Drafter
 from engine.drafting import DraftOptions, build_drafter
 from engine.engine import Engine
 from engine.runtime import TORCH_BACKEND, Backend, Runtime, step_of
-from head import Head
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 
@@ -42,24 +41,11 @@ def load_target(
     if not on_cpu and (what := class_of(read_config(checkpoint, "target")).cpu_only):
         raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
-    backend, kernels = TORCH_BACKEND, runtime.compile and runtime.kernels
-    if kernels or (not on_cpu and "quantization" in config):  # on a GPU, choosing also detects fp8 support
-        choose = extensions.load(extensions.BACKENDS)
-        backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
     if model.embed.dtype == torch.float16 and model.args.qkv_bias:
         log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
-    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
-    target.prepare_models(model)
-    if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
-        # Layers that kernels lack run in PyTorch, uncompiled.
-        target = replace(target, runtime=replace(runtime, compile=False))
-    if runtime.kv == "int8" and not model.runs_on_backend:
-        raise InputError(
-            f"--kv int8: not all layers of {checkpoint} run on our CPU kernels (fp16, fp8, odd sizes);"
-            " leave it out"
-        )
-    target.choose_caches()
-    return target
+    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log)
+    pure = on_cpu and ranks is None and runtime.kv == "auto" and not runtime.on_kernels
+    return target if pure else extensions.load(extensions.ON_BACKEND)(target, ranks)
 
 
 @dataclass(frozen=True)
@@ -96,21 +82,14 @@ class Target:
         if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
-        engine = Engine(
+        guided = (self.tokenizer and self.config["stop_ids"]) or None
+        return Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, log=self.log, scheduler=scheduler,
             batch_sizes=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer, plain_requests=serves,
-            guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
+            guide=guided and (lambda sampling: self._grammars.guide_of(sampling)),
         )
-        if self.backend.self_check:
-            engine.self_check = extensions.load(self.backend.self_check)
-        return engine
-
-    def choose_caches(self) -> None:
-        """Set the model's KV cache class from `Runtime.kv`; "auto" keeps the one that `prepare` chose."""
-        if (kv := self.runtime.kv) != "auto":
-            self.model.Caches = self.backend.caches.get(kv) or extensions.load(extensions.CACHES[kv])
 
     def default_max_seq_len(self, drafting: DraftOptions, batch: int) -> int:
         """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.
@@ -142,18 +121,13 @@ class Target:
         grammars = extensions.load(extensions.GRAMMARS)
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
-    def guide(self, sampling):
-        """Make the guide of these options. Raises InputError if their schema or grammar cannot be used."""
-        return self._grammars.guide_of(sampling)
-
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
         """Put models on our kernels, if this target runs there. quantize: quantize 16-bit models first."""
         backend = self.backend
         mode = backend.quantized_at_load.get(self.model.embed.dtype)
         if quantize and mode:
             for model in models:
-                own = not isinstance(model, Head) or model.args.own_lm_head
-                extensions.load(extensions.QUANTIZE)(model, mode, own)
+                extensions.load(extensions.QUANTIZE)(model, mode)
         if not backend.prepare(*models):
             self.log(
                 "parts of this model run in PyTorch, not on our kernels (fp16, fp8, odd sizes): slower, and"

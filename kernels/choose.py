@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from common.errors import InputError
 from engine.runtime import TORCH_BACKEND, Backend
 from kernels.build import NoKernels
 from kernels.cpu import CpuBackend
+from kernels.float8 import Float8Caches
 
 
 def choose_backend(
@@ -47,6 +49,25 @@ def _choose_cuda(device: torch.device, kernels: bool, log: Callable[[str], None]
     if kernels:
         log("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
     return TORCH_BACKEND
+
+
+def on_backend(target, ranks):
+    """Return an `engine.target.Target` with its model on the backend of its device, and caches of `--kv`."""
+    runtime, model = target.runtime, target.model
+    kernels, on_cpu = runtime.compile and runtime.kernels, model.embed.device.type == "cpu"
+    if kernels or (not on_cpu and "quantization" in target.config):  # on a GPU this also detects fp8 support
+        given = runtime.device_name, kernels, runtime.isa, target.log, runtime.kv == "int8"
+        target = replace(target, backend=choose_backend(*given))
+    target.prepare_models(model)
+    if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
+        # Layers that kernels lack run in PyTorch, uncompiled.
+        target = replace(target, runtime=replace(runtime, compile=False))
+    if runtime.kv == "int8" and not model.runs_on_backend:
+        raise InputError(f"--kv int8: not all layers of {target.checkpoint} run on our CPU kernels (fp16,"
+                         " fp8, odd sizes); leave it out")
+    if runtime.kv != "auto":  # else the one that `prepare` chose
+        model.Caches = target.backend.caches.get(runtime.kv) or Float8Caches  # PyTorch has those in fp8
+    return target
 
 
 def check_kv(kv: str, on_cpu_kernels: bool) -> None:

@@ -94,5 +94,5 @@ class Int8Caches(CpuCaches):
         shapes = [(batch, args.num_kv_heads, -(-slots // block_slots), size) for size in sizes]
         return cls(Int8Cache(shapes, device) for _ in range(args.num_layers))._bind(args.head_dim, backend)
 
-    def entries(self, slots: int) -> int:
-        return -(-slots // self.backend.ops.int8_block_sizes(self.head_dim)[0])
+    def sequence(self, slot: int, length: int) -> list[Tensor]:
+        return super().sequence(slot, -(-length // self.backend.ops.int8_block_sizes(self.head_dim)[0]))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from engine.state import State
     from engine.step import Step
 
-NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.scheduler.Choice`
+NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.engine.Choice`
 SAME_DTYPE, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by activation of the gate
 
@@ -237,7 +237,7 @@ class FusedEagle3Head:
         self, head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor,
         visible: Tensor, caches: CpuCaches,
     ) -> Tensor:
-        """See `Eagle3Head.run_layers`."""
+        """See `Eagle3Head.forward`."""
         network = self._network(head, caches)
         return head.backend.ops.head_forward(tokens, feature, positions, slots, visible, *network)
 

@@ -428,6 +428,6 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
         setattr(*_owner(module, name), quantized)
 
 
-def quantize_at_load(model: nn.Module, mode: str, own_lm_head: bool) -> None:
-    """Quantize a bf16 or fp16 model in place. own_lm_head: quantize lm_head too (it is not the target's)."""
-    quantize_linears(model, Scheme(mode, 0, mode if own_lm_head else None))
+def quantize_at_load(model: nn.Module, mode: str) -> None:
+    """Quantize a bf16 or fp16 model in place, with its lm_head unless that is the target's."""
+    quantize_linears(model, Scheme(mode, 0, mode if getattr(model.args, "own_lm_head", True) else None))

@@ -58,8 +58,8 @@ class Eagle31Head(Eagle3Head):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
-        x = self.run_layers(tokens, feature, positions, slots, visible, caches)
+        x = super().forward(tokens, feature, positions, slots, visible, caches)
         return self.norm(x) if self.args.recycle_normed else x
 
     def logits(self, feature: Tensor) -> Tensor:
-        return self.lm_head.logits(feature) if self.args.recycle_normed else self.logits_of_residual(feature)
+        return self.lm_head.logits(feature) if self.args.recycle_normed else super().logits(feature)

@@ -22,11 +22,10 @@ import torch
 from common.errors import InputError
 from common.memory import return_freed_memory
 from engine.draft import Drafter, NetworkDrafter
-from engine.engine import Engine
+from engine.engine import Choice, Engine, Scheduler
 from engine.request import Request
 from engine.runner import SlotRange
 from engine.sampling import Sampling
-from engine.scheduler import Choice, Scheduler
 from model import Transformer
 from schedulers.acceptance import Acceptance, mean_accepted, pooled_ratio
 from schedulers.costs import (

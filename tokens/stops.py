@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from tokens.tokenizer import Emission, TextStream
+from tokens.tokenizer import TextStream
 
 
 def begun(text: str, words: Collection[str]) -> int:
@@ -34,18 +34,18 @@ class StopStream:
         self._stream, self._held = stream, ""
         self._stop_ids, self._left = (limits.stop_token_ids, limits.min_tokens) if limits else ((), 0)
 
-    def emit(self, ids: list[int]) -> Emission:
-        """Return what these ids give. Push nothing after a stop."""
+    def emit(self, ids: list[int]) -> tuple[str, int, str | int | None]:
+        """As `TextStream.emit`. Push nothing after a stop."""
         certain = ""
         for i, token in enumerate(ids):
             self._left -= 1
             if token in self._stop_ids and self._left < 0:
-                return Emission(certain + self.flush(), i + 1, token)
+                return certain + self.flush(), i + 1, token
             text, stop = self._take(self._marks.get(token) or self._stream.push([token]))
             certain += text
             if stop is not None:
-                return Emission(certain, i + 1, stop)
-        return Emission(certain, len(ids))
+                return certain, i + 1, stop
+        return certain, len(ids), None
 
     def flush(self) -> str:
         """Return the text that still waits, for an output that ended without a stop."""

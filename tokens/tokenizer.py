@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Collection, Iterable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, models
@@ -257,14 +256,6 @@ class Tokenizer:
         return b"" if token.special else token.content.encode()
 
 
-class Emission(NamedTuple):
-    """Text that some ids complete, the number of ids that count, and the stop text or id that ended it."""
-
-    text: str
-    ids: int
-    stop: str | int | None = None
-
-
 class TextStream:
     """Incremental decoder: push ids, get the text that they complete.
 
@@ -290,9 +281,11 @@ class TextStream:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
 
-    def emit(self, ids: list[int]) -> Emission:
-        """As `tokens.stops.StopStream.emit`, for an output without stop texts."""
-        return Emission(self.push(ids), len(ids))
+    def emit(self, ids: list[int]) -> tuple[str, int, str | int | None]:
+        """Return the text that ids complete, the number of ids that count, and the stop text or id that ended
+        it: none here, see `tokens.stops.StopStream`.
+        """
+        return self.push(ids), len(ids), None
 
     def flush(self) -> str:
         """Return the text that still waits: U+FFFD for a character that was never completed, else nothing."""

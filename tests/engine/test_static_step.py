@@ -323,7 +323,7 @@ def test_ready_is_ready(monkeypatch):
     assert len(made) == 3 * 2 * 2 + 2, made
     made.clear()
     warm = {*shapes}
-    known, compiled = set(calls), [engine.runner._prefill, engine.runner._draft_and_verify]
+    known, compiled = set(calls), [*engine.runner.passes.values()][:2]
     variants = [len(function.graphs) for function in compiled]
     plain = engine.admit([1, 2, 3], Sampling(90), plain=True)
     while plain.active:

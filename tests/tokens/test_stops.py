@@ -27,7 +27,7 @@ def test_random_texts_and_blocks(byte_tokenizer):
         out, used, stop = "", 0, None
         while used < len(ids) and stop is None:
             found = stream.emit(ids[used : used + draw.randrange(1, 5)])
-            out, used, stop = out + found.text, used + found.ids, found.stop
+            out, used, stop = out + found[0], used + found[1], found[2]
             assert text.startswith(out)
             if stop is None:  # no more waits than may begin a stop text
                 waiting = bytes(ids[:used]).decode(errors="ignore").removeprefix(out)
@@ -50,11 +50,11 @@ def test_a_control_token_matches_its_name(byte_tokenizer, stops, written, text, 
     ids = [{ord("|"): 257, ord("^"): 256}.get(b, b) for b in written]
     for size in (1, 3, 9):
         stream, out, done, found = StopStream(byte_tokenizer.stream(), stops), "", 0, None
-        while done < len(ids) and not (found and found.stop):
+        while done < len(ids) and not (found and found[2]):
             found = stream.emit(ids[done : done + size])
-            out, done = out + found.text, done + found.ids
-        out += "" if found.stop else stream.flush()
-        assert (out, done, found.stop) == (text, used, stop)
+            out, done = out + found[0], done + found[1]
+        out += "" if found[2] else stream.flush()
+        assert (out, done, found[2]) == (text, used, stop)
 
 
 # -- masks of a tree: what a guide that walked to a node alone would allow there -----------------------------
