@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 class Method(NamedTuple):
     """A method of --speculate.
 
-    module: function that builds the drafter from a `engine.drafting.DrafterSetup`; "" for plain decoding.
+    module: function that builds the drafter from an `engine.drafting.DrafterSetup`; "" for plain decoding;
+    unused for "auto". what: text for --help.
     draft: kind of the checkpoint that --draft names; None: the method takes neither --draft nor --tree.
     resizable: it drafts trees of any size and takes --draft-window.
     """
@@ -101,7 +102,7 @@ CHECK_RANKS = "kernels.check_ranks:check_ranks"  # before loading
 RANKS_MEMORY = "kernels.check_ranks:shared_memory"  # free memory: minimum over ranks
 SHARDED = "checkpoint.sharded:load_shard"
 JOIN_RANKS = "engine.ranks:join_ranks"
-# Types of RoPE scaling, beside default and llama3.
+# Types of RoPE scaling besides default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 CONVERT = "engine.conversion:convert_if_needed"  # converts other formats before loading
 HOW_TO_CONVERT = "checkpoint.folder:how_to_convert"  # text for errors
@@ -109,7 +110,7 @@ HOW_TO_CONVERT = "checkpoint.folder:how_to_convert"  # text for errors
 ACTIVATIONS = {
     "gelu_tanh": "families.activations:gelu_tanh", "clamped_swiglu": "families.activations:clamped_swiglu",
 }
-# Tokenizer files beside tokenizer.json: the function that reads one.
+# Tokenizer files besides tokenizer.json: the function that reads one.
 TOKENIZER_FILES = {
     "tokenizer.model": "tokens.sentencepiece_backend:SentencePieceBackend",
     "vocab.json": "tokens.convert:open_vocab",
@@ -117,7 +118,7 @@ TOKENIZER_FILES = {
 CHAT_TEMPLATES, STOP_TEXTS = "tokens.templates", "tokens.stops"
 GRAMMARS = "tokens.grammar:Grammars"
 PROCESSORS = "engine.processors:Processors"  # logits processors
-LOGPROBS_OF_ROW = "engine.processors:scores_of"
+SCORES_OF_SLOT = "engine.processors:scores_of"
 ANNOUNCED = "common.progress:announced"  # prints a line if something takes long
 LAUNCH_ALL = "engine.warmup:launch_all"  # warmup of all passes
 # torch.compile and CUDA.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.sampling import Sampling
 
 Prompts = list[str | list[int]]
-MIN_LONG_PROMPT = 2048  # characters of prompts that are checked before the weights are read
+MIN_LONG_PROMPT = 2048  # characters; longer prompts are checked before the weights are read
 DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
 
 
@@ -36,10 +36,10 @@ def parser() -> Options:
     add_prompts(p)
     add_sampling(p)
     add = add_drafting(p).add_argument
-    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="T of --tree alone: nodes, root included")
+    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="only T of --tree: nodes, root included")
     add("--tree-depth", type=within(0, MAX_TREE_NODES),
-        help="D of --tree alone: expansions after the first level")
-    add("--tree-width", type=within(1, MAX_TREE_NODES), help="k of --tree alone: nodes expanded per level")
+        help="only D of --tree: expansions after the first level")
+    add("--tree-width", type=within(1, MAX_TREE_NODES), help="only k of --tree: nodes expanded per level")
     p.reject_if(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     p.add_runtime().add_argument("--autotune", action="store_true",
@@ -51,7 +51,7 @@ def parser() -> Options:
 def add_prompts(p: Options) -> None:
     """Add the options of prompts."""
     add = p.add_argument_group("prompts").add_argument
-    add("words", nargs="*", metavar="PROMPT", help="a prompt; several words are one")
+    add("words", nargs="*", metavar="PROMPT", help="a prompt; several words are joined")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="prompt; repeat for a batch; - is standard input")
     add("--prompt-ids", action="append", default=[], type=token_ids, metavar="1,2,3",
@@ -120,14 +120,14 @@ def add_output(p: Options) -> None:
 
 
 def token_ids(text: str) -> list[int]:
-    """An argparse type: token ids with commas between them."""
+    """An argparse type: comma-separated token ids."""
     with contextlib.suppress(ValueError):
         return [int(i) for i in text.split(",")]
     raise argparse.ArgumentTypeError(f"{text!r}: expected token ids, such as 1,2,3")
 
 
 def logit_bias(value: str) -> tuple[int, float]:
-    """An argparse type: a token id and what is added to its logit, as ID=X."""
+    """An argparse type: ID=X, a token id and its logit bias."""
     token, _, number = value.partition("=")
     with contextlib.suppress(ValueError):
         return int(token), float(number)
@@ -211,7 +211,10 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
 
 
 def answer_one(engine, ids: list[int], sampling: Sampling) -> int:
-    """Stream one request's text, then a summary line. Returns 130 if interrupted."""
+    """Stream one request's text, then a summary line. Returns 130 if interrupted.
+
+    Raises ValueError if the request fails.
+    """
     from llm import summary
 
     requests, status = [], 0

@@ -13,7 +13,7 @@ import torch.nn as nn
 from pydantic import Field
 from torch import Tensor
 
-from common.schema import Flag, Ids, Width, whole
+from common.schema import Flag, IdCount, Width, whole
 from model import Block, Embedding, KVCaches, Linear, ModelArgs, PassInputs, RMSNorm, TargetBlock, Transformer
 
 
@@ -21,7 +21,7 @@ from model import Block, Embedding, KVCaches, Linear, ModelArgs, PassInputs, RMS
 class HeadArgs(ModelArgs):
     """The shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own."""
 
-    draft_vocab_size: Ids
+    draft_vocab_size: IdCount
     target_hidden_size: Width
     # Target layers whose *input* residual stream feeds the head (0-based, ascending; L: the last output).
     aux_layers: Annotated[tuple[whole(0, 10_000), ...], Field(min_length=1, max_length=1000)]
@@ -53,8 +53,8 @@ class Head(nn.Module):
     target's features go through `fuse` once. From the second draft step on, the head reads its own output
     instead. Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
 
-    Args, Caches: the classes of its shape and KV caches. backend: what it was prepared for, or None.
-    reads_normed: its features are the target's last states after the final norm.
+    Args, Caches: classes of its shape and KV caches. backend: the `Backend` it was prepared for, or None.
+    reads_normed: its features are the target's last hidden states after the final norm.
     """
 
     Args, Caches, backend, reads_normed = HeadArgs, KVCaches, None, False
@@ -70,7 +70,7 @@ class Head(nn.Module):
         self.register_buffer("inv_freq", args.inverse_frequencies(), persistent=False)
 
     def use_target(self, target: Transformer) -> None:
-        """Share the target's embedding table and lm_head where the checkpoint has none."""
+        """Share the target's embedding, lm_head and final norm where the head has none of its own."""
         if self.lm_head is None:
             tied = self.args.tie_embeddings and self.embed is not None
             self.lm_head = self.embed if tied else target.output_layer
@@ -116,8 +116,8 @@ class Head(nn.Module):
 class Eagle1Head(Head):
     """The head of EAGLE-1 and EAGLE-2 (arXiv 2401.15077, section 4.1; SafeAILab/EAGLE model/cnets1.py).
 
-    It predicts the target's states after the final norm; its logits are the target's lm_head on them. The one
-    layer has no input norm: `fc` of embedding and feature is its input and its residual stream.
+    It predicts the target's hidden states after the final norm; the target's lm_head gives its logits. Its
+    only layer has no input norm: the output of `fc` is both its input and its residual stream.
     """
 
     reads_normed = True
@@ -136,7 +136,7 @@ class Eagle1Head(Head):
 
 
 class Eagle3Block(Block):
-    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H)."""
+    """The first layer of an EAGLE-3 head: attention reads embedding and feature concatenated (2H)."""
 
     def __init__(self, args: HeadArgs):
         super().__init__(args, input_size=2 * args.hidden_size)
@@ -151,8 +151,8 @@ class Eagle3Block(Block):
 class Eagle3Head(Head):
     """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
 
-    fused: a backend's kernel for `forward`, called with this head and the arguments. feeds_residual: each
-    draft step reads the residual stream that the one before returned, not its norm.
+    fused: a backend's kernel for `forward`, called with this head and the arguments. feeds_residual: a
+    draft step reads the residual stream of the previous one, not its norm.
     """
 
     Layer, fused, feeds_residual = Eagle3Block, None, True

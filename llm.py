@@ -45,11 +45,11 @@ class LLM:
 
     - checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. model is
       another name for it.
-    - speculate: a method such as "eagle3", or a `DraftOptions`; None is "none". "auto" takes the head in the
-      checkpoint's folder and prompt lookup, each where it reduces latency.
+    - speculate: a method such as "eagle3", or a `DraftOptions`; None is "none". "auto" joins prompt lookup
+      with the head in the checkpoint's folder or a smaller model next to it.
     - draft: the head (default CHECKPOINT/KIND) or draft model, named like a checkpoint
     - tree: as --tree
-    - batch_size: prompts decoded together
+    - batch_size: maximum number of prompts decoded together
     - max_seq_len: maximum number of tokens of prompt and output (default: `Target.default_max_seq_len`)
     - verify: check the weights against their sha256; None: only if they have one
     - ranks: `kernels.tp.Ranks`, if torchrun started several processes
@@ -149,10 +149,10 @@ class LLM:
         return requests[0] if len(requests) == 1 else requests
 
     def _warm_up(self, sampling: Sampling) -> None:
-        """Compile, capture and time trees before the first greedy and the first sampled request."""
-        noisy = sampling.temperature > 0
-        if noisy not in self._warmed_up and not self.engine.busy:
-            self._warmed_up.add(noisy)
+        """Warm up the engine, if idle, before the first greedy and the first sampled request."""
+        sampled = sampling.temperature > 0
+        if sampled not in self._warmed_up and not self.engine.busy:
+            self._warmed_up.add(sampled)
             with extensions.load(extensions.ANNOUNCED)("warming up: compiling and timing steps"):
                 self.engine.warm_up(Sampling(temperature=sampling.temperature))
 
@@ -165,8 +165,8 @@ def joint_speed(requests: list[Request]) -> tuple[float, float]:
 
 
 def summary(requests: list[Request], drafts: bool, estimate: bool = True) -> str:
-    """Return a line about requests that were decoded together. drafts: they have a drafter. estimate: with
-    the speedup over this request's steps without a draft.
+    """Return a line about requests that were decoded together. drafts: a drafter is in use. estimate: for a
+    single request, add the speedup over its steps without a draft.
     """
     _, speed = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]

@@ -3,7 +3,7 @@
 Other families subclass `ModelArgs`, `TargetBlock` and `Transformer` (`extensions.TARGETS`).
 
 Shapes use one alphabet throughout the project:
-B sequences, T tokens of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
+B sequences, T tokens of each in a pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
 L layers, nh query heads, nkv key/value heads, hd head size, S cache slots, n live slots (n <= S).
 
 A pass never allocates a cache. The caller passes positions, cache slots and a mask: the same forward serves
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import extensions
-from common.schema import Flag, Ids, Layers, Many, Text, Width, number, whole
+from common.schema import Flag, IdCount, Layers, SmallSize, Text, Width, number, whole
 
 Factor, Length = number(1e-3, 1e6), number(1, 2**31)
 LLAMA3_ROPE_FIELDS = {
@@ -36,20 +36,20 @@ LLAMA3_ROPE_FIELDS = {
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The shape of a target, as its `config.json` has it.
+    """The shape of a target, with the fields of its `config.json`.
 
-    Types give the valid range of each field, `constraints` those between fields.
-    rope_factor: factor of cos and sin.
-    short_length: longest sequence of the default `inverse_frequencies()`; longrope uses others beyond.
+    Field types give the valid ranges, `constraints` the conditions between fields.
+    rope_factor: multiplies cos and sin.
+    short_length: longest sequence for the default `inverse_frequencies()`; only longrope limits it.
     """
 
-    vocab_size: Ids
+    vocab_size: IdCount
     hidden_size: Width
     intermediate_size: Width
     num_layers: Layers
-    num_heads: Many
-    num_kv_heads: Many
-    head_dim: Many  # explicit: it need not be hidden_size / num_heads
+    num_heads: SmallSize
+    num_kv_heads: SmallSize
+    head_dim: SmallSize  # explicit: it need not be hidden_size / num_heads
     norm_eps: number(above=0, high=1) = 1e-6
     rope_base: number(above=1, high=1e15) = 10000.0
     rope_scaling: dict | None = None
@@ -99,9 +99,8 @@ class ModelArgs:
     def inverse_frequencies(self, length: int = 0) -> Tensor:
         """Return RoPE's inverse frequencies [hd/2], float32, on the CPU.
 
-        length: of the longest sequence, for longrope.
-
-        `llama3`: Llama-3.1's rescaling by wavelength, applied at all lengths.
+        length: longest sequence in tokens; only longrope depends on it. `llama3` rescales by wavelength at
+        all lengths.
         """
         # Explicitly on the CPU: `meta_modules` sets the meta device.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu").float() / self.head_dim
@@ -131,7 +130,7 @@ class _SkipInit(TorchFunctionMode):
 
 @contextlib.contextmanager
 def meta_modules() -> Iterator[None]:
-    """Make modules on the meta device within this context, without values and memory.
+    """Create modules on the meta device within this context: no memory, no initial values.
 
     Initialization is skipped: on meta tensors it imports all of torch.compile, which takes seconds.
     """
@@ -142,15 +141,14 @@ def meta_modules() -> Iterator[None]:
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of `positions` [B, T], each [B, T, hd/2] float32.
 
-    inv_freq [hd/2]; or [2, hd/2] for two kinds of RoPE, then each is [2, B, T, hd/2].
+    inv_freq [hd/2]. For two kinds of RoPE: [2, hd/2], and the results are [2, B, T, hd/2].
     """
     angles = positions[..., None].float() * (inv_freq if inv_freq.ndim == 1 else inv_freq[:, None, None])
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + hd/2) of x [B, T, heads, hd], as Hugging Face stores LLaMA. cos, sin [B, T, hd/2].
-    """
+    """Rotate the pairs (j, j + hd/2) of x [B, T, heads, hd] by cos, sin [B, T, hd/2] (HF's layout)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -165,7 +163,7 @@ class RMSNorm(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The factors of x [size]."""
+        """The multipliers of the normalized x [size]."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,17 +204,17 @@ class KVCache(nn.Module):
     def live(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `count` slots, [B, nkv, count, hd] each.
 
-        dtype: for subclasses that store another one.
+        dtype: of the result, for subclasses that convert.
         """
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
 
     def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         """Store a layer's keys and values, then attend over the live prefix.
 
-        qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads of a key/value head
-        are folded into the token dimension (G*T queries), so keys and values are not repeated.
+        Output of `wqkv` [B, T, (nh + 2*nkv)*hd] -> [B, T, nh*hd]. The G query heads of a key/value head are
+        folded into the token dimension (G*T queries), so keys and values are not repeated.
         """
-        q, k, v = block.split(_rotated(block, qkv, *block.layer_cos_sin(shared.cos_sin())))
+        q, k, v = block.split(_norm_and_rotate(block, qkv, *block.layer_cos_sin(shared.cos_sin())))
         self.write(k, v, shared.slots)
         B, T, nh, hd = q.shape
         nkv = k.shape[2]
@@ -237,12 +235,12 @@ class KVCaches(nn.ModuleList):
     def allocate(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> KVCaches:
-        """Allocate caches for a model of this shape. backend: what the model was prepared for, or None."""
+        """Allocate caches for a model of this shape. backend: the `Backend` of the model, or None."""
         return cls(cls.Layer(batch, slots, args, cls.dtype or dtype, device) for _ in range(args.num_layers))
 
     def rows(self, first: int, count: int) -> KVCaches:
-        """Return the caches of the sequences first ... first + count - 1: views."""
-        return type(self)(rows_of(cache, first, count) for cache in self)
+        """Return views of batch slots first ... first + count - 1."""
+        return type(self)(view_of_slots(cache, first, count) for cache in self)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy the entries at slots `source` [B, W] of every layer to slots `destination` [B, W].
@@ -264,16 +262,16 @@ class KVCaches(nn.ModuleList):
         return length
 
     def start_request(self, slot: int, length: int) -> None:
-        """Prepare a slot for a request. length: its tokens that are cached already."""
+        """Prepare a batch slot for a request. length: number of its tokens already in the cache."""
 
     def save_prefix(self, slot: int) -> None:
-        """Save the state that a request with the same prefix needs later. Called when the prompt is read."""
+        """Save the state that later requests with the same prefix need. Called at the end of prefill."""
 
 
-def rows_of(module: nn.Module, first: int, count: int, shared: tuple[str, ...] = ()) -> nn.Module:
-    """Return the same module over views of its buffers: their rows first ... first + count - 1.
+def view_of_slots(module: nn.Module, first: int, count: int, shared: tuple[str, ...] = ()) -> nn.Module:
+    """Return a copy of a module whose buffers are views of batch slots first ... first + count - 1.
 
-    shared: buffers that stay whole.
+    shared: buffers without a batch dimension.
     """
     other = copy.copy(module)
     other._buffers = {n: x if n in shared else x.narrow(0, first, count) for n, x in module._buffers.items()}
@@ -297,8 +295,8 @@ def apply_sliding_window(visible: Tensor, window: int) -> Tensor:
 class PassInputs:
     """The inputs that all layers of one forward pass share.
 
-    positions, slots [B, T]: for RoPE, and the cache slots to write. visible [B, T, n] bool: the slots that
-    each token attends to; a backend may pass its own mask with `dense()` and `within(window)`.
+    positions [B, T]: for RoPE. slots [B, T]: cache slots to write. visible [B, T, n] bool: the cache slots
+    that each token attends to; a backend may pass a mask object with `dense()` and `within(window)`.
     """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
@@ -323,7 +321,7 @@ class PassInputs:
         return self.cached(("mask", window), self.visible.within, window)
 
     def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """Return `mask` as an additive one [B, 1, groups*T, n], 0 or -inf.
+        """Return the additive form of `mask` [B, 1, groups*T, n]: 0 or -inf.
 
         groups: query heads per key/value head.
         """
@@ -355,7 +353,7 @@ class Embedding(nn.Embedding):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, as `device`."""
+        """Dtype of the weights."""
         return self.weight.dtype
 
     @property
@@ -368,7 +366,7 @@ class Embedding(nn.Embedding):
 def matmul_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., H] @ weight [V, H]^T + bias [V] in float32 [..., V].
 
-    On a GPU, 16-bit inputs give unrounded float32 sums: in 16 bits, many top-1 tokens would be ties.
+    On a GPU without autograd, 16-bit inputs give float32 sums: rounded to 16 bits, top logits often tie.
     """
     if not (x.is_cuda and x.dtype.itemsize == 2) or torch.is_grad_enabled():
         return F.linear(x, weight, bias).float()
@@ -410,7 +408,7 @@ def _project(block: Block, x: Tensor) -> Tensor:
 
 
 @torch.compiler.nested_compile_region
-def _rotated(block: Block, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _norm_and_rotate(block: Block, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return block.norm_and_rotate(qkv, cos, sin)
 
 
@@ -420,7 +418,7 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer. A target's layer norms its input (`TargetBlock`); a head's first layer does not.
+    """One decoder layer. A target's layer normalizes its input (`TargetBlock`); a head's first does not.
 
     - standard: False if a subclass changes the computation, so that no kernel may replace it
     - fused: a backend's kernel for `forward`, called with this block and the arguments
@@ -504,7 +502,7 @@ class Block(nn.Module):
 
 
 class TargetBlock(Block):
-    """A layer of the target: it norms the residual stream before attention."""
+    """A layer of the target: it normalizes the residual stream before attention."""
 
     def __init__(self, args: ModelArgs, layer: int = 0):
         super().__init__(args, layer)
@@ -523,14 +521,14 @@ class Transformer(nn.Module):
     - fused: a backend's kernel for `forward`, called with this model and the arguments
     - ranks: the tensor-parallel group, or None
     - make_sharded_step(step, model): makes the step of a sharded model; None without ranks
-    - is_recurrent: its cache holds a state, too, so a sequence must be read in order
-    - cpu_only: what GPUs do not run yet, in words, or None
-    - can_compile: torch.compile takes its passes
+    - is_recurrent: its caches hold a recurrent state, so tokens must be read in order
+    - cpu_only_part: what GPUs do not run yet, for an error message, or None
+    - can_compile: torch.compile supports its passes
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
     backend, runs_on_backend, fused, ranks, make_sharded_step = None, False, None, None, None
-    is_recurrent, can_compile, cpu_only = False, True, None
+    is_recurrent, can_compile, cpu_only_part = False, True, None
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -549,7 +547,7 @@ class Transformer(nn.Module):
         """Raise ValueError if this target cannot verify trees of a `TreeShape`."""
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
-        """Allocate a cache for every layer. device: default: that of the weights."""
+        """Allocate a KV cache for every layer. device: None: that of the weights."""
         device = device or self.embed.device
         return self.Caches.allocate(self.args, batch, slots, self.embed.dtype, device, self.backend)
 
@@ -568,7 +566,7 @@ class Transformer(nn.Module):
         read (see `PassInputs`). caches: one per layer, written in place.
 
         Returns the residual stream after the last layer [B, T, H], before the final norm. With `aux_layers`
-        also the residual streams that enter those layers, side by side [B, T, len(aux_layers)*H]; else None.
+        also the residual streams that enter those layers, concatenated [B, T, len(aux_layers)*H]; else None.
         """
         if self.fused is not None:
             return self.fused(self, tokens, positions, slots, visible, caches, aux_layers)
@@ -580,7 +578,7 @@ class Transformer(nn.Module):
         return self.run_layers(tokens, aux_layers, apply)
 
     def for_length(self, length: int) -> Transformer:
-        """Return the model with RoPE for `length` tokens (longrope changes at `short_length`)."""
+        """Return the model with RoPE for `length` tokens (longrope: others above `short_length`)."""
         if length <= self.args.short_length:
             return self
         inv_freq = self.args.inverse_frequencies(length).to(self.inv_freq.device)

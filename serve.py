@@ -116,8 +116,8 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     log_stderr(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.cache_slots} tokens,"
                f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), exhaustive=True)
-    for noisy, when in (False, "temperature 0"), (True, "above 0"):
-        if line := engine.scheduler.describe(noisy):
+    for sampled, when in (False, "temperature 0"), (True, "above 0"):
+        if line := engine.scheduler.describe(sampled):
             log_stderr(f"{when}: {line}")
     if ranks:
         channel = Channel()

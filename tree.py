@@ -1,9 +1,9 @@
-"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked.
+"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, accepted.
 
-Node 0 is the root: the last token the target chose. Its keys and values are not in the cache yet. The other
-T-1 nodes are drafted. Everything is batched over B sequences, and the loops of a step run over levels, not
-over nodes. Every shape depends on `TreeShape` alone and nothing reads a value back to the host, unless a
-scheduler limits the tree by `costs` (`engine.engine.Choice`).
+Node 0 is the root: the last emitted token. Its keys and values are not in the cache yet. The other T-1 nodes
+are drafted. Everything is batched over B sequences, and loops run over levels, not over nodes. Shapes depend
+on `TreeShape` only and nothing is read back to the host, unless a scheduler limits the tree by `costs`
+(`engine.engine.Choice`).
 """
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: node i attends to node j: i itself or an ancestor
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
-    levels: int = 0  # expansions after the first level, of a tree that a network grew
+    levels: int = 0  # expansions after the first level, if a network grew it
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
@@ -106,12 +106,12 @@ def depth_and_ancestors(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return ancestors.sum(-1) - 1, ancestors
 
 
-class Growth:
+class CandidateTree:
     """A tree while it grows (EAGLE-2, arXiv 2406.16858, section 4.1).
 
     Each level expands the k best nodes, the beam, into k children each. Candidates are stored flat: level by
-    level, grouped by parent. `beam_*`: tokens, cumulative log-probabilities, candidate indices and visible
-    drafted tokens of the beam.
+    level, grouped by parent. `beam_*`: tokens, cumulative log-probabilities, candidate indices and attention
+    mask [B, k, drafted] of the beam. size: number of candidates up to the beam's level.
     """
 
     def __init__(self, shape: TreeShape, scores: Tensor, tokens: Tensor):
@@ -121,20 +121,20 @@ class Growth:
         flat = torch.arange(k, device=tokens.device).expand(B, k)
         self.tokens, self.scores = [tokens], [scores]
         self.parents = [torch.full_like(tokens, -1)]
-        self.beam_tokens, self.beam_scores, self.beam_flat = tokens, scores, flat
-        self.beam_sees = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
+        self.beam_tokens, self.beam_scores, self.beam_index = tokens, scores, flat
+        self.beam_mask = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
         self.size = k
 
     def extend(self, scores: Tensor, tokens: Tensor) -> None:
-        """Record the children of the R beam nodes: log-probabilities given the parent and ids, [B, R, k]."""
+        """Record the children of the R beam nodes: conditional log-probabilities and ids [B, R, k]."""
         self.tokens.append(tokens.flatten(1))
         self.scores.append((self.beam_scores[..., None] + scores).flatten(1))  # [B, R*k]
-        self.parents.append(self.beam_flat[..., None].expand_as(tokens).flatten(1))
+        self.parents.append(self.beam_index[..., None].expand_as(tokens).flatten(1))
 
     @property
     def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """For a kernel: scores and tokens [B, R*k] of the newest children, `beam_sees`, and `size`."""
-        return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
+        """For a kernel: scores and tokens [B, R*k] of the newest children, `beam_mask`, and `size`."""
+        return self.scores[-1], self.tokens[-1], self.beam_mask, self.size
 
     @property
     def candidates(self) -> tuple[Tensor, ...]:
@@ -142,9 +142,9 @@ class Growth:
         levels = self.scores, self.tokens, self.parents
         return tuple(torch.cat(x, dim=1) if len(x) > 1 else x[0] for x in levels)
 
-    def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor) -> None:
+    def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, mask: Tensor) -> None:
         """Replace the beam by some of the newest children."""
-        self.beam_scores, self.beam_tokens, self.beam_flat, self.beam_sees = scores, tokens, flat, sees
+        self.beam_scores, self.beam_tokens, self.beam_index, self.beam_mask = scores, tokens, flat, mask
         self.size += self.tokens[-1].shape[1]
 
     def advance(self) -> Tensor:
@@ -156,15 +156,15 @@ class Growth:
         scores, index = self.scores[-1].topk(k, dim=-1)
         row, tokens = index // k, self.tokens[-1].gather(1, index)
         itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
-        sees = torch.cat((gather_tokens(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
-        self.set_beam(scores, tokens, self.size + index, sees)
+        mask = torch.cat((gather_tokens(self.beam_mask, row), itself), dim=-1)  # [B, k, level*k]
+        self.set_beam(scores, tokens, self.size + index, mask)
         return row
 
     def limit_beam(self, count: int) -> None:
         """Keep the first `count` nodes of the beam."""
-        drafted = self.beam_sees.shape[-1] - self.beam_tokens.shape[1] + count
+        drafted = self.beam_mask.shape[-1] - self.beam_tokens.shape[1] + count
         self.beam_tokens, self.beam_scores = self.beam_tokens[:, :count], self.beam_scores[:, :count]
-        self.beam_flat, self.beam_sees = self.beam_flat[:, :count], self.beam_sees[:, :count, :drafted]
+        self.beam_index, self.beam_mask = self.beam_index[:, :count], self.beam_mask[:, :count, :drafted]
 
     def prune(self, step: Step, root: Tensor, costs=None) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B].
@@ -180,8 +180,8 @@ def prune_candidates(
 ) -> Tree:
     """Return the tree of the nodes - 1 most probable of C candidates below root [B], fewer with `costs`.
 
-    scores, tokens, parents [B, C]: see `Growth.candidates`; parents come before their children. levels: the
-    maximum number of levels below the root.
+    scores, tokens, parents [B, C]: see `CandidateTree.candidates`; parents come before their children.
+    levels: maximum number of levels below the root.
     """
     # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps
     # the smaller index, the parent, first: the kept set always contains the ancestors of its members.
@@ -216,11 +216,10 @@ def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]
     its length [B] >= 1.
 
     chosen [B, T]: the one token that the target draws at every node. A node is accepted if it carries the
-    token drawn at its parent and its parent is accepted. Siblings with distinct tokens give one path. If
-    siblings repeat a token, paths may tie: the one to the first deepest node is taken. The
-    step emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root. Every
-    emitted token is the target's own draw at its position, so the tree does not change the distribution, and
-    no rejection sampling is needed.
+    token drawn at its parent and its parent is accepted. If siblings repeat a token, paths may tie: the path
+    to the first of the deepest nodes is taken. The step emits chosen[path[:count]]: the accepted tokens, then
+    one more that becomes the next root. Every emitted token is the target's own draw at its position, so the
+    tree does not change the distribution, and no rejection sampling is needed.
     """
     nodes = torch.arange(tree.tokens.shape[1], device=chosen.device)
     agrees = (tree.tokens == chosen.gather(1, tree.parent)) | (nodes == 0)

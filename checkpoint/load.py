@@ -34,7 +34,7 @@ FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 ADVICE = "convert the checkpoint again"
-# Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
+# Keys of our config.json files besides the fields of `ModelArgs` or `HeadArgs`.
 FOLDER = Schema(TypedDict("Folder", {
     "kind": Literal[("target", *extensions.HEADS)], "format": NotRequired[whole(1, 1000)],
     "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
@@ -97,12 +97,12 @@ def check_config(config: dict) -> ModelArgs:
 
 
 def is_ours(config: dict) -> bool:
-    """Return whether a config.json is that of a converted checkpoint, of any version."""
+    """Return whether a config.json is of a converted checkpoint, in any format version."""
     return {"format", "kind"} <= config.keys()
 
 
 def is_converted(folder: str | Path) -> bool:
-    """Return whether a folder holds a converted checkpoint, of any version. Raises InputError."""
+    """Return whether a folder holds a converted checkpoint, in any format version. Raises InputError."""
     return (Path(folder) / CONFIG).is_file() and is_ours(read_json(Path(folder) / CONFIG))
 
 
@@ -157,7 +157,7 @@ def build_module(
 ) -> Transformer | Head:
     """Return the module that a config.json describes, on the meta device, where it takes no memory.
 
-    args, lm_head_size: override the shape and the number of the lm_head's outputs. Raises InvalidValue, a
+    args: overrides the shape. lm_head_size: overrides the lm_head's output size. Raises InvalidValue, a
     ValueError, on a bad config.
     """
     args = args or check_config(config)
@@ -175,7 +175,7 @@ def build_module(
 def load_model(
     folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks=None
 ) -> tuple[Transformer, dict]:
-    """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
+    """Load a converted target -> (model, its config.json). dtype: None: as stored.
 
     ranks: load only this rank's shard (`checkpoint.sharded`). Raises InputError on anything that is missing,
     damaged or of another kind, or cannot be sharded.
@@ -216,11 +216,11 @@ def load_weights(
     """
     state = {}
     for name, meta in module.state_dict().items():
-        # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
-        # as soon as it has been packed, not when all have.
+        # A tensor is a view of the mapped file. Each has its own mapping, so that its memory is freed as soon
+        # as it has been packed.
         with open_safetensors(path, ADVICE, device) as file:
             tensor = read_tensor(name, file)
-        # Quantized weights and their scales are never cast; older folders of 4 bits have bfloat16 scales.
+        # Quantized weights and their scales are never cast; older int4 folders have bfloat16 scales.
         castable = {tensor.dtype, meta.dtype} <= CASTABLE
         if not castable and tensor.dtype != meta.dtype:
             raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantize"

@@ -45,7 +45,7 @@ def is_main_rank() -> bool:
     return not is_distributed() or os.environ.get("RANK", "0") == "0"
 
 
-def no_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, of Python or of PyTorch, means that memory ran out."""
     return isinstance(error, (MemoryError, RuntimeError)) and bool(NO_MEMORY.search(repr(error)))
 
@@ -57,7 +57,7 @@ def run_command(
     """Run a command and return its exit status.
 
     The value of `action` (None: 0). 1 after InputError, `expected` or out of memory: the message goes to
-    `errors` (default stderr), on one line. 130 after Ctrl-C, with `interrupted`. 141 if stdout is closed.
+    `errors` (default stderr), on one line. 130 after Ctrl-C: logs `interrupted`. 141 if stdout is closed.
     """
     InputError.in_command = True
     try:
@@ -75,7 +75,7 @@ def run_command(
         return 141
     except Exception as e:
         message = one_line(e)
-        if no_memory(e):
+        if is_out_of_memory(e):
             message = f"not enough memory ({message}); use a smaller batch, context or model"
         elif not isinstance(e, (InputError, *expected)):
             raise
@@ -87,21 +87,21 @@ def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
     *expected: type[Exception], interrupted: str = "interrupted",
 ) -> int:
-    """Read a command line and run it with its options. Mute all processes but the first, except for errors.
+    """Parse a command line and run it with its options. Mute all ranks but the first, except for errors.
 
-    The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
+    The other arguments and the exit status are those of `run_command`; 2 if parsing fails.
     """
     errors = sys.stderr  # any process may fail
-    codecs.register_error("spell", _spell)
+    codecs.register_error("warn", _warn_and_replace)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="spell")
+        sys.stdout.reconfigure(errors="warn")
     with contextlib.nullcontext() if is_main_rank() else import_module("common.torchrun").muted():
         return run_command(lambda: run(options.read(argv)), *expected, interrupted=interrupted, errors=errors)
 
 
-def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace what stdout cannot encode. The first time, say so."""
-    codecs.register_error("spell", codecs.replace_errors)
+def _warn_and_replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace what stdout cannot encode. Log it the first time."""
+    codecs.register_error("warn", codecs.replace_errors)
     log_stderr(f"stdout is {error.encoding}: characters that it lacks become ?; PYTHONIOENCODING=utf-8 keeps"
                " them")
     return codecs.replace_errors(error)
@@ -120,7 +120,7 @@ class Options(argparse.ArgumentParser):
         self._rules.append(rule)
 
     def reject_if(self, test: Rule, words: Rule) -> None:
-        """Add a rule: refuse options with these words if `test` is true."""
+        """Add a rule: raise InputError(words(options)) if test(options)."""
         def rule(o: argparse.Namespace) -> None:
             if test(o):
                 raise InputError(words(o))
@@ -128,7 +128,7 @@ class Options(argparse.ArgumentParser):
         self.add_rule(rule)
 
     def error(self, message: str):
-        """Print on one line what cannot be parsed, and end with exit status 2."""
+        """Print the error on one line and exit with status 2."""
         if unknown := message.partition("unrecognized arguments: ")[2].split():
             message += did_you_mean(unknown[0], self._option_string_actions)
         if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
@@ -189,5 +189,5 @@ positive, count = within(1), within(0)
 
 
 def seed(text: str) -> int:
-    """An argparse type: a whole number of 64 bits, as 0 to 2^64 - 1: -1 is 2^64 - 1."""
+    """An argparse type: a 64-bit integer, modulo 2^64: -1 is 2^64 - 1."""
     return within(-(2**63), 2**64 - 1)(text) % 2**64

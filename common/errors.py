@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 
-FLAG = re.compile(r"(\S+\.py .*)|--([a-z][a-z0-9-]*)")  # a command is left as it is
+FLAG = re.compile(r"(\S+\.py .*)|--([a-z][a-z0-9-]*)")  # commands stay unchanged
 
 
 class InputError(ValueError):
@@ -23,7 +23,7 @@ class InputError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """As `common.names.did_you_mean`, which is imported when something is wrong."""
+    """As `common.names.did_you_mean`, imported only on errors."""
     return import_module("common.names").did_you_mean(word, known)
 
 
@@ -53,10 +53,10 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
+    """Turn any error of a library, including Rust panics, into an InputError that starts with `what`."""
     try:
         yield
-    except BaseException as e:  # a panic is no Exception
+    except BaseException as e:  # a panic is not an Exception
         is_panic = type(e).__module__ == "pyo3_runtime"
         if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic):
             raise

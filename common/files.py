@@ -1,4 +1,4 @@
-"""Reading files, with one-line errors."""
+"""Read files, with one-line errors."""
 from __future__ import annotations
 
 import contextlib
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from common.errors import InputError
 
-MAX_POINTER, POINTER = 1024, b"version https://git-lfs"  # bytes
+MAX_POINTER, POINTER = 1024, b"version https://git-lfs"  # size in bytes; prefix
 
 
 @contextlib.contextmanager
 def reading(path: str | Path, what: str = "") -> Iterator[None]:
-    """Turn errors of reading a file into an InputError. what: stands before the path, such as a flag.
+    """Turn errors of reading a file into an InputError. what: precedes the path, such as a flag.
 
     A small file may be a pointer of Git LFS, which a clone without it has in place of large files.
     """
@@ -29,7 +29,7 @@ def reading(path: str | Path, what: str = "") -> Iterator[None]:
 
 
 def check_file(path: str | Path) -> int:
-    """Return the size of a file. Raises InputError if there is none."""
+    """Return the size of a file in bytes. Raises InputError, see `reading`."""
     with reading(path):
         return os.stat(path).st_size
 
@@ -41,7 +41,7 @@ def read_text(path: str | Path, what: str = "") -> str:
 
 
 def read_json(path: str | Path) -> dict:
-    """Parse a JSON object. Raises InputError if it is missing, unreadable, or not an object."""
+    """Parse a JSON object. Raises InputError if the file is missing, unreadable, or no object."""
     with reading(path):
         data = parse_json(Path(path).read_bytes(), str(path))
     if not isinstance(data, dict):

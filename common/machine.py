@@ -18,7 +18,7 @@ def cgroups(mounted: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> list[Path]:
         group = Path(own.read_text().rpartition("::")[2].strip("/\n"))
     except OSError:
         return []
-    # In a container without a namespace of its own only the top is mounted.
+    # In a container without its own cgroup namespace, only the root cgroup is mounted.
     return [mounted / folder for folder in (group, *group.parents)]
 
 
@@ -45,8 +45,8 @@ def _cpu_quota(file: Path) -> float:
 def use_threads(count: int | None = None, log: Callable[[str], None] = lambda line: None) -> None:
     """Give PyTorch and our kernels `count` threads, but no more than `processors`.
 
-    More threads than processors wait for each other. `log` gets a line if `count` is too large. None:
-    PyTorch's number, unless an earlier call has decided.
+    More threads than processors wait for each other. `log` gets a line if `count` is too large. count None:
+    PyTorch's number, unless an earlier call has set it.
     """
     import torch
 
@@ -57,13 +57,13 @@ def use_threads(count: int | None = None, log: Callable[[str], None] = lambda li
     _threads_set = True
     torch.set_num_threads(min(requested, limit))
     if count is not None and count > limit:
-        log(f"--threads {count}: this process may use fewer processors; it runs with {limit}")
+        log(f"--threads {count}: more than the usable processors; using {limit}")
 
 
 def free_memory(device) -> int | None:
-    """Return the bytes that can still be allocated, torch's reserve included; None if unknown.
+    """Return the bytes that can still be allocated, PyTorch's reserve included; None if unknown.
 
-    On a CPU no more than this process's cgroups allow (a container's limit).
+    On a CPU at most what this process's cgroups (a container's limit) allow.
     """
     if device.type == "cuda":
         import torch

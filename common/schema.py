@@ -1,6 +1,6 @@
 """Validate file contents with pydantic; report an invalid value in one line.
 
-Types are strict: 1.0, "1" and true are no whole numbers. Unknown keys are ignored.
+Types are strict: 1.0, "1" and true are not integers. Unknown keys are ignored.
 """
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ SHORT.maxlist, SHORT.maxlevel = 12, 3
 
 
 def whole(low: int = 0, high: int = 2**31 - 1) -> Any:
-    """A whole number from `low` to `high`, both included."""
+    """The type of integers from `low` to `high`, both included."""
     return Annotated[int, Strict(), Field(ge=low, le=high)]
 
 
 def number(low: float = -1e300, high: float = 1e300, above: float | None = None) -> Any:
-    """A finite number from `low` to `high`, both included; with `above`, greater than that instead."""
+    """The type of finite numbers from `low` to `high`, both included; above: exclusive lower bound."""
     bounds = Field(le=high, allow_inf_nan=False, **({"ge": low} if above is None else {"gt": above}))
     return Annotated[float, Strict(), bounds]
 
 
 def text(max_length: int = 1 << 20, pattern: str | None = None) -> Any:
-    """A text of at most `max_length` characters that matches the pattern."""
+    """The type of strings of at most `max_length` characters that match the pattern."""
     return Annotated[str, Strict(), Field(max_length=max_length, pattern=pattern)]
 
 
 Flag = Annotated[bool, Strict()]
 Whole, Text = whole(), text()
 Sha256 = text(pattern=r"^[0-9a-f]{64}$")
-Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a vocabulary; a matrix; parts
+IdCount, Width, SmallSize = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # vocabularies, matrices, small
 Layers = whole(1, 10_000)
 
 
@@ -96,9 +96,9 @@ schema_of = functools.cache(Schema)
 
 
 def with_options(kind: type, options: dict, more: Iterable[str] = ()) -> Any:
-    """Return an object of a dataclass from named options; None is the default. more: further known names.
+    """Build a dataclass from named options; None: the default. more: further names, for the message.
 
-    Raises InputError on another name.
+    Raises InputError on an unknown name.
     """
     known = [*more, *(field.name for field in fields(kind))]
     for name in options:
@@ -109,7 +109,7 @@ def with_options(kind: type, options: dict, more: Iterable[str] = ()) -> Any:
 
 
 def as_python(value: Any) -> Any:
-    """Return numbers of numpy and torch, alone, in an array, in lists or tuples, as Python's."""
+    """Convert numbers and arrays of numpy and torch, also in lists and tuples, to Python's."""
     if isinstance(value, (list, tuple)):
         return [as_python(one) for one in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -25,7 +25,7 @@ from engine.step import Step
 from head import Head
 from networks.block import BlockHead
 from networks.p_eagle import PEagleHead
-from tree import Growth, TreeShape, gather_tokens
+from tree import CandidateTree, TreeShape, gather_tokens
 
 
 class OnePassDrafter(NetworkDrafter):
@@ -74,7 +74,7 @@ class OnePassDrafter(NetworkDrafter):
 
     def grow(
         self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None, costs=None
-    ) -> Growth:
+    ) -> CandidateTree:
         """Grow a tree from the outputs of all levels, last [B, L, H].
 
         Without a Markov head all nodes of a level have the same children (DDTree, k = number of nodes).
@@ -112,7 +112,7 @@ class OnePassDrafter(NetworkDrafter):
             return scores, ids
 
         scores, tokens = children(0, state.root)
-        grown = Growth(shape, scores[:, 0], tokens[:, 0])
+        grown = CandidateTree(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, levels):
             grown.extend(*children(level, grown.beam_tokens))
             if level + 1 < levels:

@@ -151,7 +151,7 @@ def step_difference(
     reset()
     with patch.object(fallback, "disabled", {*fallback.KERNELS}):
         device_step = runner.device_step
-        noise = device_step.noise(state, W, target.args.vocab_size) if modes.noisy else None
+        noise = device_step.noise(state, W, target.args.vocab_size) if modes.sampled else None
         defined = device_step.draft(drafter, state, live_slots, noise)
         logits, new = device_step.verify(
             target, drafted, state, live_slots, runner.caches, drafter.aux_layers)
@@ -198,7 +198,7 @@ def check(runner: ModelRunner, samplings: Sequence[Sampling]) -> None:
             with compare_kernels(of_kernel) as failed:
                 arguments = runner.device_step, runner.target, runner.caches, runner.drafter, runner.state
                 verified = draft_and_verify(*arguments, live_slots, True)
-                accept_and_commit(*arguments, verified, *Modes(noisy=True, restricted=True))
+                accept_and_commit(*arguments, verified, *Modes(sampled=True, restricted=True))
             for name in failed_on_any_rank(runner, failed):
                 reason = failed.get(name, "it fails on another rank")
                 fallback.disabled.add(name)

@@ -1,4 +1,4 @@
-"""The deferred head: steps without the draft head leave their tokens to it, and it reads them later.
+"""Deferred draft head: it reads the tokens that steps without it have committed, before it drafts again.
 
 A scheduler may skip the head (`Scheduler.skips_head`), and a request may be plain. Such a step stores the
 target's features of the tokens that it commits (`Drafter.defers_head`, `State.keep_features`). Before its
@@ -21,15 +21,15 @@ from engine.step import Step
 
 
 class DeferredHead:
-    """Lets the head of an engine read what steps without it have committed.
+    """Runs the head over tokens that steps without it have committed.
 
     unread: by slot, an upper bound on the number of committed tokens that the head has not read.
     """
 
     def __init__(self, runner: ModelRunner, slots: Slots):
         self.runner, self.unread = runner, [1] * slots.batch
-        slots.by_slot.append(self.unread)
-        slots.uncached = 1  # `assign` lets the head read the others
+        slots.lists_by_slot.append(self.unread)
+        slots.max_uncached = 1  # `assign` runs the head over the others
 
     def before_step(
         self, group: SlotRange, live_slots: Tensor, drafter: Drafter, requests: list[Request]
@@ -53,7 +53,7 @@ class DeferredHead:
     def assign(self, taken: int, source: int, shared: int, held: int) -> None:
         """Prepare slot `taken` for a request with the first `shared` of the `held` tokens in slot `source`.
 
-        The head reads what it has not read of them.
+        The head first reads those that it has not read.
         """
         if shared > max(0, held + 1 - self.unread[source]):
             live_slots = self.runner.live_slots(int(self.runner.state.length[source]))
@@ -90,7 +90,7 @@ def prefill_features(
 
 
 def keep_last_unread(state: State) -> None:
-    """Drop the features of all unread tokens but the last: the drafter has processed them."""
+    """Drop the features of all unread tokens but the last, after the drafter has processed them."""
     rows, width = state.features.shape[1:]
     last = (state.n_unread - 1).clamp(0, rows - 1)[:, None, None].expand(-1, 1, width)
     state.features[:, :1] = state.features.gather(1, last)

@@ -4,7 +4,7 @@ EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGL
 
 One catch-up pass of the head runs over the tokens that the last step committed and gives the first level of
 the tree. Each further level is one pass over the expanded nodes. The head's KV cache holds committed tokens
-first and drafted nodes after them, level by level. The next catch-up overwrites those.
+first, then drafted nodes level by level, which the next catch-up overwrites.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.drafting import DrafterSetup
 from engine.state import State
 from extensions import STATIC_HEAD, load
 from model import KVCaches, buffer_bytes
-from tree import Growth, Tree, TreeShape, gather_tokens
+from tree import CandidateTree, Tree, TreeShape, gather_tokens
 
 if TYPE_CHECKING:
     from engine.step import Step
@@ -37,8 +37,8 @@ class Drafter(nn.Module):
     all_layers: tuple[int, ...] = ()  # layers in `State.features`; (): exactly `aux_layers`
     fingerprint = ""  # of a drafter without weights, for evaluation records
     defers_head = False  # it does not run the head over new tokens: they wait for `engine.deferred`
-    buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
-    sampled_score_factor = 1.0  # of its scores, at temperature 1
+    buffers_by_slot: tuple[str, ...] = ()  # names of its buffers with a batch dimension
+    sampled_score_factor = 1.0  # multiplies its scores at temperature 1
     resizable = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
     prunable = True  # `costs` may remove nodes of its tree
     applies_costs = False  # `propose` limits the tree by `costs`; if False, `Step.draft` does
@@ -84,7 +84,7 @@ class Drafter(nn.Module):
         return self.shape.extra_slots
 
     def rows(self, first: int, count: int) -> Drafter:
-        """Return this drafter for slots first ... first + count - 1: same weights, views of the rest."""
+        """Return a view for batch slots first ... first + count - 1: same weights, sliced state."""
         some = copy.copy(self)
         some._buffers, some._modules = dict(self._buffers), dict(self._modules)
         for name in self.buffers_by_slot:
@@ -99,7 +99,7 @@ class Drafter(nn.Module):
         return own if self.caches is None else own + self.caches.sequence(slot, length)
 
     def reset(self, slot: int, prompt: list[int]) -> None:
-        """Forget the last request of a batch slot. Called between steps, when a request is added."""
+        """Reset the state of a batch slot. Called between steps, when a request is added."""
 
     def finish(self, tokens: list[int]) -> None:
         """Learn from a finished request: its prompt and output. Called between steps."""
@@ -136,8 +136,7 @@ def materialize(x: Tensor) -> Tensor:
 
 
 def catch_up_count(step: Step, state: State) -> int:
-    """Return R, the number of tokens of a catch-up pass: W with static shapes, else the largest `n_unread`.
-    """
+    """Return R, the size of a catch-up pass: W with static shapes, else the largest `n_unread`, 1 to W."""
     W = state.max_commit
     return W if step.static_shapes else min(max(int(state.n_unread.max()), 1), W)
 
@@ -145,7 +144,7 @@ def catch_up_count(step: Step, state: State) -> int:
 def catch_up_inputs(step: Step, state: State, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
     """Return the positions [B, R] of a catch-up's tokens and their attention mask.
 
-    The first n_unread tokens are those that the last step committed. ahead: `NetworkDrafter.read_ahead`.
+    The first n_unread tokens are committed, the rest is padding. ahead: `NetworkDrafter.read_ahead`.
     """
     rows, start = catch_up_count(step, state), state.length - state.n_unread + ahead
     positions = start[:, None] + torch.arange(rows, device=slots.device)
@@ -163,15 +162,15 @@ class NetworkDrafter(Drafter):
 
     coupled: rank candidates by draft logits plus the noise that the target is sampled with, so that the
     network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). Coupling never
-    changes the output. vocabulary: size of the network's vocabulary. max_levels: of a tree that it can draft,
-    None: any number. Raises InputError on a tree that is wider or deeper.
+    changes the output. vocabulary: size of the network's vocabulary. max_levels: maximum number of tree
+    levels; None: any. Raises InputError on a wider or deeper tree.
     """
 
     applies_costs = True
     # Largest tree of a greedy step and of a sampled one, which draws the noise of every level in advance.
     max_trees = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
     _draft_ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
-    read_ahead = 0  # tokens in its cache beyond those of the target's: 1 if it has read the root
+    read_ahead = 0  # tokens that its cache has beyond the target's: 1 if it also reads the root
 
     def __init__(
         self, shape: TreeShape, vocabulary: int, coupled: bool = True, max_levels: int | None = None
@@ -187,7 +186,7 @@ class NetworkDrafter(Drafter):
                              f" {self.vocabulary}")
         if max_levels is not None and levels > max_levels:
             raise InputError(
-                f"tree: {levels} levels below its root, the head drafts {max_levels} tokens ahead")
+                f"tree: {levels} levels below the root; the head drafts at most {max_levels}")
 
     def with_tree(self, shape: TreeShape) -> NetworkDrafter:
         """Return a copy for another tree shape that shares network and caches."""
@@ -206,14 +205,14 @@ class NetworkDrafter(Drafter):
 
     def grow(
         self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None, costs=None
-    ) -> Growth:
+    ) -> CandidateTree:
         """Return all candidates below the root.
 
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
         """
         shape, k, base = self.shape, self.shape.width, state.length + self.read_ahead
         scores, tokens = self._top_k(step, last, noise, 0, k)
-        growth = Growth(shape, scores[:, 0], tokens[:, 0])
+        growth = CandidateTree(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
         first_slots = base[:, None] + torch.arange(k, device=slots.device)
         count, drafted = k, 0  # nodes to expand; nodes of earlier levels
@@ -225,7 +224,7 @@ class NetworkDrafter(Drafter):
                 growth.limit_beam(count)
                 feature = feature[:, :count]
             positions = (base + level)[:, None].expand(-1, count)
-            visible = step.mask(slots, base, growth.beam_sees)
+            visible = step.mask(slots, base, growth.beam_mask)
             own_slots = first_slots[:, :count] + drafted
             feature = self._forward(growth.beam_tokens, feature, positions, own_slots, visible)
             drafted += count
@@ -235,7 +234,7 @@ class NetworkDrafter(Drafter):
         return growth
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
-        """Return how many nodes of a level to expand. scores [B, k]: of its best nodes."""
+        """Return how many nodes of a level to expand, 0: stop. scores [B, k]: of its best nodes."""
         return costs.expand(scores, self.shape.width)
 
     def _top_k(
@@ -261,7 +260,7 @@ class NetworkDrafter(Drafter):
     ) -> Tensor:
         """Run over drafted tokens [B, k] -> outputs [B, k, H].
 
-        feature [B, k, H]: the output that each token was drafted from. slots [B, k]: where keys go.
+        feature [B, k, H]: the output that each token was drafted from. slots [B, k]: cache slots to write.
         """
         return self.network(tokens, feature, positions, slots, visible, self.caches)
 
@@ -284,7 +283,7 @@ class HeadDrafter(NetworkDrafter):
         return self.head.caches(batch, slots, dtype, device)
 
     def own_features(self, features: Tensor) -> Tensor:
-        """Select the features of its own layers from those of all layers in the state [..., F]."""
+        """Select the features of its own layers from `State.features` [..., F]."""
         if not self.all_layers or self.all_layers == self.aux_layers:
             return features
         by_layer = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)

@@ -19,11 +19,11 @@ from extensions import METHODS, Method, load
 MAX_TREE_NODES = 1024  # masks and caches grow with the tree
 METHODS_WITH_FLAGS = {flag.method for flag in extensions.METHOD_FLAGS.values()}
 TARGET = "target"  # checkpoint kind of a draft model
-AUTO = "auto"  # the method that picks another method
+AUTO = "auto"  # the method that is resolved to another one
 
 
 def methods_of(name: str) -> dict[str, Method]:
-    """Return the methods that a value of --speculate joins: none, one, or two with a plus.
+    """Return the methods that a value of --speculate names: none, one, or two joined by a plus.
 
     Raises InputError.
     """
@@ -99,7 +99,7 @@ def read_tree(text: str) -> Any:
 
 
 def tree_from_sizes(numbers: list[int]):
-    """Return the tree [T, D, K]. Raises InputError if it is impossible or too large."""
+    """Return the `TreeShape` of [T, D, k]. Raises InputError if it is impossible or too large."""
     from tree import TreeShape  # imports torch
 
     return check_size(TreeShape(*numbers))
@@ -120,11 +120,11 @@ class DraftOptions:
     method: a name in `extensions.METHODS`, or two with a plus; "none" is plain decoding.
     draft: folder of the head (default CHECKPOINT/KIND) or of the draft model.
     tree: a `TreeShape`, drafted dynamically; a static tree (`drafters.static`); "paper"; "auto", sized by the
-    scheduler; text as --tree takes it; or [T, D, K] with None for numbers of the default. None: the default.
+    scheduler; text as --tree takes it; or [T, D, k], None in it: the default's number. None: the default.
     coupled: draft with the target's sampling noise.
     int8: on our kernels, quantize a 16-bit head while loading it: it is read several times a step.
-    flags: of the method (`extensions.METHOD_FLAGS`); others take their default.
-    window: the last tokens of a sequence that a head attends to; 0: all; None: see `DrafterSetup.load_head`.
+    flags: by name (`extensions.METHOD_FLAGS`); missing ones take their default.
+    window: number of last tokens that a head attends to; 0: all; None: see `DrafterSetup.load_head`.
     optional: if the drafter cannot be built, fall back to prompt lookup instead of raising; set by "auto".
     """
 
@@ -208,11 +208,11 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """What a drafter is built from: a target, and the method that drafts for it.
+    """The inputs for building a drafter.
 
     method: a name in `extensions.METHODS`. options: how to draft. kind, folder: of the checkpoint of the
     head or draft model; None without one. max_seq_len: maximum number of tokens of a sequence.
-    prepare(*models): puts models on the kernels, where there are any.
+    prepare(*models): see `Target.prepare_models`.
     """
 
     method: str

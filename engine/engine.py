@@ -5,13 +5,13 @@
         for event in engine.step():
             print(event.text)
 
-A request is admitted between two steps into a free slot of the batch. Its prompt is read in chunks; other
-requests go on decoding between them. A finished request frees its slot at once (`engine.slots`). If a prompt
+A request is admitted between two steps into a free slot of the batch. Its prompt is prefilled in chunks;
+other requests decode between chunks. A finished request frees its slot at once (`engine.slots`). If a prompt
 shares a prefix with a free slot or a running request, only the rest is prefilled.
 
-On CUDA a step reads nothing back to the host before it is launched, unless a grammar constrains a request.
-The device decides where a sequence stops (stop ids, token limit) and cuts it exactly there. The host learns
-what was emitted from small buffers, on CUDA one step late.
+On CUDA a step is launched before the output of the last one is read, unless a grammar constrains a request.
+The device decides where a sequence stops (stop ids, token limit) and truncates it there. The host reads what
+was emitted from small buffers, on CUDA one step late.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import extensions
 from common.errors import InputError
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
-from engine.runner import Emission, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
+from engine.runner import AsyncOutput, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
 from engine.slots import Slots
 from model import Transformer
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     """What a step drafts."""
 
     drafter: Drafter
-    # Limit its tree to what reduces latency; None: draft all of it. `expand(scores, limit)` and
+    # Limits the tree to nodes that reduce latency; None: no limit. `expand(scores, limit)` and
     # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
     costs: Any = None
     head: bool = False  # True if the scheduler switched the draft head on for this step
@@ -70,14 +70,14 @@ class Scheduler:
         """Prepare for a new request."""
 
     def next(self, requests: list[Request], group: SlotRange) -> Choice:
-        """Choose what to draft for these requests, the slots of `group`."""
+        """Choose what to draft for these requests. group: their slots."""
         return Choice(self.runner.drafter)
 
-    def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Any:
-        """Return a record of a step for `timed` and `emitted`, or None. noisy: a request samples."""
+    def launched(self, choice: Choice, group: SlotRange, tree: Tree, sampled: bool) -> Any:
+        """Return a record of a step for `timed` and `emitted`, or None. sampled: a request samples."""
 
     def timed(self, record: Any, seconds: float) -> None:
-        """Learn how long a step took. Not called where the host reads steps late."""
+        """Learn how long a step took. Not called if the engine has a `lag`."""
 
     def emitted(self, record: Any, index: int, request: Request, count: int) -> None:
         """Learn how many tokens a step emitted for request number `index` of the step."""
@@ -85,15 +85,15 @@ class Scheduler:
     def warm_up(self, engine, sampling: Sampling) -> None:
         """Time steps of the engine before requests come."""
 
-    def describe(self, noisy: bool) -> str | None:
-        """Return one line that describes what is drafted, or None. noisy: at temperatures above 0."""
+    def describe(self, sampled: bool) -> str | None:
+        """Return one line that describes what is drafted, or None. sampled: at temperatures above 0."""
 
 
-class Pending(NamedTuple):
+class PendingPass(NamedTuple):
     """A launched pass whose output the host has not read."""
 
     requests: list[Request | None]  # by batch slot of the pass; None: not in it
-    emission: Emission
+    output: AsyncOutput
     shape: TreeShape | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
     head: bool = False  # the scheduler chose a step with the head
@@ -105,16 +105,16 @@ class Engine:
 
     - max_seq_len: maximum number of tokens of prompt and output
     - stop_ids: any of them ends a sequence
-    - compile: run prefill and step through torch.compile, unless the target is on our CPU kernels. On CUDA
-      they are also captured as graphs.
+    - compile: run steps, and on a CPU also prefill, through torch.compile, unless the target is on our CPU
+      kernels. On CUDA both are captured as graphs.
     - log: called with one line when something slow, such as compilation, starts and ends
-    - chunks: prompt tokens per prefill pass
-    - lag: how many steps the host trails the device when it reads outputs; None is 1 on CUDA, 0 elsewhere
+    - chunks: sizes of prefill chunks, in tokens; None: by device
+    - lag: number of steps that the host reads outputs late; None: 1 on CUDA, 0 elsewhere
     - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
     - batch_sizes: sizes that steps are compiled or captured for, ascending; `batch` is the last
-    - tokenizer: gives requests their text
+    - tokenizer: decodes outputs; None: no text
     - guide: makes the `Guide` of sampling options that need one
-    - plain_requests: requests may be `plain`; their steps leave the draft head out
+    - plain_requests: allow `plain` requests, whose steps skip the draft head
     - self_check: its backend's, called once, at the start of the first warmup (`engine.check`)
 
     Raises InputError, with the numbers, if the caches do not fit in memory.
@@ -131,7 +131,7 @@ class Engine:
         self.drafter, self.scheduler = drafter or Drafter(), scheduler or Scheduler()
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
-        # A recurrent target cannot read the last tokens of a shared prefix again: the head reads them alone.
+        # A recurrent target cannot read the end of a shared prefix again: the head alone reads it.
         defers_head = self.drafter.network is not None and (
             plain_requests or self.scheduler.skips_head or target.is_recurrent)
         self.runner = ModelRunner(
@@ -151,7 +151,7 @@ class Engine:
             from engine.deferred import DeferredHead
 
             self.slots.deferred = DeferredHead(self.runner, self.slots)
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingPass] = deque()
         self._modes: Modes | None = None  # of the decoding requests; None: recompute
         self.self_check = target.backend and target.backend.self_check
         self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
@@ -163,12 +163,12 @@ class Engine:
 
     @property
     def max_lengths(self) -> tuple[int, int]:
-        """Maximum number of tokens of prompt and output, here and in the model."""
+        """Maximum number of tokens of prompt and output: of this engine, of the model."""
         return self.max_seq_len, self.target.args.max_seq_len
 
     @property
     def busy(self) -> bool:
-        """True while prompts are read or requests decode."""
+        """True while a request holds a slot."""
         return self.free < self.batch
 
     # -- admit and leave ----------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Engine:
         size = self.target.args.vocab_size
         check_prompt(prompt, name, self.max_lengths, size)
         if sampling.is_guided and self.guide is None:
-            raise InputError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
+            raise InputError("a grammar or JSON schema needs a tokenizer and an end token; one is missing")
         if sampling.stop and self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
         for token, _ in sampling.logit_bias:
@@ -192,16 +192,15 @@ class Engine:
     ) -> Request:
         """Give a request a free slot.
 
-        guide: its `Guide`; None: built if its options need one. watch: its events carry the drafted
-        trees. plain: decode it without drafts (`plain_requests`). score_prompt: collect
-        `Request.prompt_scores`; the whole prompt is read for that. shown, continues: see `TextStream`.
-        Raises InputError, with the numbers, if the request cannot be decoded; RuntimeError if no slot is
-        free.
+        guide: its `Guide`; None: built if its options need one. watch: its events carry the drafted trees.
+        plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; no cached prefix is
+        reused. shown, continues: see `TextStream`. Raises InputError, with the numbers, if the request cannot
+        be decoded; RuntimeError if no slot is free; ValueError on `plain` without `plain_requests`.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} slots are taken")
         if plain and self.runner.has_head and not self.slots.deferred:
-            raise ValueError("plain requests beside a draft head: make the engine with plain_requests")
+            raise ValueError("plain=True: this engine has a draft head; make it with plain_requests=True")
         self.check(prompt, sampling)
         if sampling.is_guided and guide is None:
             guide = self.guide(sampling)
@@ -213,7 +212,7 @@ class Engine:
         self.runner.caches.start_request(request.slot, request.cached)
         try:
             self.state.start_request(request.slot, prompt, sampling, self.max_seq_len)
-            self.state.done[request.slot] = True  # frozen until its prompt is read
+            self.state.done[request.slot] = True  # frozen until its prefill ends
             self.drafter.reset(request.slot, prompt)
             self.scheduler.add(request)
             if guide:  # for the first token: the tree is only the root
@@ -307,14 +306,14 @@ class Engine:
     def _prefill_chunk(self) -> bool:
         """Prefill one chunk: of all waiting prompts if nothing decodes, else of the oldest one only.
 
-        Returns whether a prompt is now complete; its request decodes from now on.
+        Returns whether a prompt was completed; its request decodes from now on.
         """
         slots, runner = self.slots, self.runner
         prefilling = slots.requests[slots.decoding : slots.decoding + slots.prefilling]
         if slots.decoding or any(r.prompt_scores is not None for r in prefilling):
-            prefilling = [min(prefilling, key=lambda r: slots.used_at[r.slot])]
+            prefilling = [min(prefilling, key=lambda r: slots.last_used[r.slot])]
         group = runner.slot_range(prefilling[0].slot, len(prefilling))
-        if runner.has_graphs and len(prefilling) > 1:  # prefill is compiled for one sequence and for all
+        if runner.has_graphs and len(prefilling) > 1:  # prefill has graphs for one slot and for all slots
             group = runner.slot_range(0, self.batch)
         size = runner.chunk_size(max(len(r.prompt) - r.prefilled for r in prefilling))
         starts = [len(tokens) for tokens in slots.cached]  # do not overwrite the prefix in a free slot
@@ -334,7 +333,7 @@ class Engine:
             r.prefilled = min(r.prefilled + size, len(r.prompt))
         if modes is None:
             return False
-        self._pending.append(Pending(ending, runner.to_host(group.state, modes.scored)))
+        self._pending.append(PendingPass(ending, runner.to_host(group.state, modes.scored)))
         for r in filter(None, ending):
             self.slots.start_decoding(r)
         self._modes = None
@@ -362,25 +361,25 @@ class Engine:
         if choice.costs:
             shape = shape.limited(tree.tokens.shape[1], tree.levels)
         if not plain:
-            record = self.scheduler.launched(choice, group, tree, modes.noisy)
-        emission = runner.to_host(group.state, modes.scored)
-        self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
+            record = self.scheduler.launched(choice, group, tree, modes.sampled)
+        output = runner.to_host(group.state, modes.scored)
+        self._pending.append(PendingPass(requests, output, shape, drafts, choice.head, record))
         return record
 
     def _collect(self, in_flight: int) -> list[Event]:
-        """Return the events of finished passes, oldest first, until only `in_flight` passes are left."""
+        """Wait for all passes but the last `in_flight`; return their events, oldest first."""
         events = []
         while len(self._pending) > in_flight:
             done = self._pending.popleft()
             logprobs = [r.sampling.logprobs if r else None for r in done.requests]
-            for i, (request, emitted) in enumerate(zip(done.requests, read_outputs(done.emission, logprobs))):
+            for i, (request, emitted) in enumerate(zip(done.requests, read_outputs(done.output, logprobs))):
                 if request and request.active:
                     draft = done.drafts[i] if done.drafts and request.watch else None
                     events.append(self._emit(request, emitted, done, i, draft))
         return events
 
     def _emit(
-        self, request: Request, emitted: Emitted, done: Pending, index: int, draft: Draft | None
+        self, request: Request, emitted: Emitted, done: PendingPass, index: int, draft: Draft | None
     ) -> Event:
         """Append a pass's output to a request and return its event; remove the request if it has finished.
 
@@ -427,8 +426,8 @@ class Engine:
     def warm_up(self, *samplings: Sampling, exhaustive: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and let the scheduler time steps.
 
-        Default: greedy. exhaustive: cover all lengths, slots and sampling modes too, so that nothing is
-        compiled or captured later.
+        Default: greedy. exhaustive: cover all context lengths, prefill passes and sampling modes too, so that
+        nothing is compiled or captured later.
         """
         if check := self.self_check:
             self.self_check = None  # once, before any request: it overwrites the caches

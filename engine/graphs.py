@@ -47,7 +47,7 @@ def compile_passes(runner, log: Callable[[str], None]) -> None:
 
 
 def pass_bytes(runner, drafters: list) -> int:
-    """Return an upper bound of the GPU memory that passes take besides the caches, in bytes.
+    """Return an upper bound on the GPU memory that passes take besides the caches, in bytes.
 
     For each logit of a tree 24 bytes: raw, penalized and restricted logits, sort order, probability mass.
     Captured graphs keep logits and noise per batch size. Then activations of the longest chunk.
@@ -70,7 +70,7 @@ def copy_to_host(parts: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, .
 
 
 def compile_graph(function: Callable, **options) -> Callable:
-    """Compile a function as one graph. Raise where it cannot be one."""
+    """Compile a function as one graph. Raise on graph breaks."""
     # Numbers of a model, such as the eps of its norms, are constants: as an input of the graph, one would
     # keep a region from being compiled once for all layers.
     torch._dynamo.config.specialize_float = True
@@ -87,7 +87,7 @@ def compile_graph(function: Callable, **options) -> Callable:
 
 
 class CompiledFunction:
-    """`function` as a compiled graph for each key, made by the first call with that key. None: uncompiled.
+    """`function`, compiled once per key, by the first call with that key. Key None: uncompiled.
 
     The caller promises that calls of one key differ in nothing but the values of tensors, the sizes of
     dimensions marked dynamic, and which slots of the batch their views show. So a graph has no guards:
@@ -110,7 +110,7 @@ class CompiledFunction:
         began = time.perf_counter()
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         graph = compile_graph(self.function, options=no_guards)
-        # Torch 2.11 formats all that a custom operator is computed from, for a log: minutes for a tree.
+        # Torch 2.11 formats the whole input graph of a custom operator for a log: minutes for a tree.
         brief = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
         try:
             with brief:
@@ -128,7 +128,7 @@ class CompiledFunction:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep garbage collection out of this context: what it frees on a GPU would invalidate a capture."""
+    """Disable garbage collection in this context: freeing GPU memory would invalidate a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -159,7 +159,7 @@ class CapturedCalls:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
     def __call__(self, key: tuple, call: Callable, frozen: Callable[[], contextlib.AbstractContextManager]):
-        """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart.
+        """Capture `call` at the first use of `key`, then replay it. Return its result.
 
         frozen: gives a context that keeps a call from changing any sequence.
         """
@@ -172,7 +172,7 @@ class CapturedCalls:
     def _capture(self, call: Callable, what: str) -> tuple[Callable, Callable]:
         """Return (replay, call). Keeping `call` keeps the tensors that a replay reads.
 
-        `call` runs twice before: compilation, autotuning, allocation.
+        `call` first runs twice: for compilation, autotuning and allocation.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

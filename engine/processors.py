@@ -1,8 +1,7 @@
-"""Logits processors beside temperature, top-k, top-p and min-p: penalties, biases, grammars,
-log-probabilities.
+"""Logits processors other than top-k, top-p and min-p: grammars, biases, penalties; and log-probabilities.
 
 At every node of a tree logits are processed as if the output ended there. `engine.state.State.processors`
-makes them when the first request needs one.
+creates them for the first request that needs one.
 """
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from engine.state import State, batch_buffer
 
 
 class Processors(nn.Module):
-    """Buffers of the requests of a batch, a row for each slot.
+    """Buffers of the logits processors, by batch slot.
 
     counts [B, V]: occurrences of each token in the output, root included. prompted [B, V] bool: tokens of the
     prompt. bias [B, V]; presence, frequency, repetition [B]: see `Sampling`.
@@ -27,7 +26,7 @@ class Processors(nn.Module):
     """
 
     def __init__(self, state: State):
-        """state: the batch, whose sizes and device these buffers take."""
+        """state: gives sizes and device."""
         super().__init__()
         V, W, top = state.vocabulary, state.max_commit, min(MAX_LOGPROBS, state.vocabulary)
         buffer = partial(batch_buffer, self, len(state.length), state.aligned, state.length.device)

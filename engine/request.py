@@ -1,4 +1,4 @@
-"""Requests: prompts as callers give them and as token ids, and what the engine hands back."""
+"""Requests: prompts, their encoding as token ids, and the engine's outputs."""
 from __future__ import annotations
 
 import time
@@ -14,7 +14,7 @@ from tokens.tokenizer import PromptTooLong, TextStream, Tokenizer
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
-MAX_CHARACTERS_PER_TOKEN = 128  # upper bound of a prompt's mean
+MAX_CHARACTERS_PER_TOKEN = 128  # upper bound on a prompt's mean
 IS_EMPTY = "is empty: give a text, token ids or messages"
 PROMPT_FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
 # "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
@@ -28,7 +28,7 @@ class Guide(Protocol):
     error: str | None  # why the output cannot follow the grammar
 
     def advance(self, ids: list[int]) -> None:
-        """Append these ids to the text."""
+        """Advance the matcher by emitted ids."""
 
     def mask(self, tokens: list[int], parent: list[int], into) -> None:
         """Fill the numpy array `into` [T, words] int32: one bit for each token id that may follow a node."""
@@ -44,7 +44,7 @@ class Score(NamedTuple):
 class Draft(NamedTuple):
     """The tree of one step, root first, and the path through it that was accepted.
 
-    scores: cumulative log-probability of each node as the drafter has it, None if it has none.
+    scores: the drafter's cumulative log-probability of each node, None if it has none.
     """
 
     tokens: list[int]
@@ -97,7 +97,7 @@ class Request:
     finish: Finish | None = None
     error: str | None = None  # why it cannot go on
     stop: str | int | None = None  # the stop text, or id of `stop_token_ids`, that ended it
-    cached: int = 0  # prompt tokens that the caches held already
+    cached: int = 0  # prompt tokens reused from the prefix cache
     # `time.perf_counter` at admission, at the first token and at the last one.
     admitted_at: float = field(default_factory=time.perf_counter)
     first: float | None = None
@@ -114,7 +114,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Committed tokens (those before the root) that the host knows of; the device may be a step ahead."""
+        """Number of committed tokens (before the root) that the host has read; the device may be ahead."""
         return len(self.prompt) + len(self.ids) - 1
 
     @property
@@ -144,7 +144,7 @@ class Request:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first one over `seconds`."""
+        """Tokens after the first one / `seconds`; 0 without any."""
         return (len(self.ids) - 1) / self.seconds if self.seconds > 0 and len(self.ids) > 1 else 0.0
 
     def emit(self, ids: list[int], scores: list[Score]) -> tuple[str, int]:
@@ -170,7 +170,7 @@ class Request:
 
 
 def is_prompt(prompt: object) -> bool:
-    """Return whether this is a text, a list of token ids, or one of messages."""
+    """Return whether this is a text, a list of token ids, or a list of messages."""
     return isinstance(prompt, str) or (isinstance(prompt, list) and (
         all(type(i) is int for i in prompt) or all(map(is_message, prompt))))
 
@@ -223,8 +223,8 @@ def encode(
     return tokenizer.chat(turns, **(variables or {}))
 
 
-def too_long(name: str, what: object, size: int, longest: int) -> PromptTooLong:
-    """Return the error of a prompt that does not fit in a cache. longest: the model's maximum."""
+def too_long(name: str, what: str, size: int, longest: int) -> PromptTooLong:
+    """Return the error for a prompt that does not fit. size, longest: maxima of the cache and the model."""
     more = ", the model's maximum: shorten it"
     if size < longest:
         more = f": shorten it or raise --max-seq-len (at most {longest:,})"

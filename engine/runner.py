@@ -26,21 +26,21 @@ from model import Transformer
 from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
-GPU_CHUNKS = 64, 512  # prompt tokens of a pass
+GPU_CHUNKS = 64, 512  # sizes of prefill chunks, in tokens
 
 
 class CachesTooLarge(InputError):
     """The caches do not fit in memory. The message gives the numbers."""
 
 
-class Emission(NamedTuple):
-    """Tokens that a pass emitted, on their way to the host: `State.out` and, if asked for, the scores.
+class AsyncOutput(NamedTuple):
+    """Output of a pass while it is copied to the host: `State.out` and, if asked for, the scores.
 
-    parts: tensors, or lists where they have arrived.
+    parts: pinned tensors; on a CPU lists.
     """
 
     parts: tuple[Tensor | list, ...]
-    copied: torch.cuda.Event | None  # recorded after the copy to the host; None: it is there already
+    copied: torch.cuda.Event | None  # recorded after the copy; None: nothing to wait for
 
 
 class Emitted(NamedTuple):
@@ -52,16 +52,16 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
-def default_batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
-    """Return the batch sizes that steps run with, ascending. compiled: powers of four and `batch` only."""
-    below = (4**i for i in range(8)) if compiled else range(1, batch)
+def default_batch_sizes(batch: int, captured: bool) -> tuple[int, ...]:
+    """Return the batch sizes that steps run with, ascending. captured: powers of four and `batch` only."""
+    below = (4**i for i in range(8)) if captured else range(1, batch)
     return *(count for count in below if count < batch), batch
 
 
 class SlotRange(NamedTuple):
-    """The sequences first ... first + count - 1 of the batch: views of the state and of all caches.
+    """Views of the state and the target's caches: batch slots first ... first + count - 1.
 
-    drafter_view(drafter): its view for these slots.
+    chunk_start [count]: where the next prefill chunk starts. drafter_view(drafter): its view.
     """
 
     first: int
@@ -75,9 +75,9 @@ class SlotRange(NamedTuple):
 class ModelRunner:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
-    variants: the other drafters that steps may run; only their sizes count. max_unread: tokens that steps
-    without the head may leave to it (`engine.deferred`); 0: all steps run it. fallbacks: log lines about
-    kernels and graphs that failed and were replaced by slower code.
+    variants: other drafters that steps may run; only their sizes matter. max_unread: maximum number of tokens
+    that wait for the head (`engine.deferred`); 0: every step runs it. fallbacks: log lines about kernels and
+    graphs that failed and were replaced by slower code.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class ModelRunner:
         self.target, self.drafter, self.batch = target, drafter, batch
         self.device_step, self.threads = step_of(target), backend_of(target).threads
         self._compile(compile, log)
-        # A chunk is padded to the smallest size that holds it. Each size is compiled or captured separately.
+        # A chunk is padded to the smallest size that holds it. On CUDA each size is captured separately.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)[: 1 if self.on_cuda and target.is_recurrent else None]
 
         # If nothing drafts, reuse `drafter`: a second object would be compiled a second time.
-        self.has_head = drafter.network is not None  # it must process every token, drafted or not
+        self.has_head = drafter.network is not None  # the head must process every token
         self.plain = self.defer_head(drafter if type(drafter) is Drafter else Drafter())
         drafters = [drafter, *variants, self.plain]
         for one in drafters:
@@ -108,8 +108,8 @@ class ModelRunner:
         self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.max_unread = min(max_unread, self.cache_slots)
-        # Compiled attention slices the live slots. A slice of the whole cache would make dynamo recompile:
-        # a cache is longer than any slice.
+        # Compiled attention slices the live slots. Dynamo would recompile for a slice of the whole cache, so
+        # the cache is longer than any slice.
         allocated = self.cache_slots + (SLOT_STEP if self.compiled else 0)
         unread_bytes = batch * self.max_unread * width * dtype.itemsize
         self.cache_bytes = self._check_memory(allocated, unread_bytes)
@@ -124,12 +124,12 @@ class ModelRunner:
         self.slot_ids = torch.arange(self.cache_slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        # No reference back to this runner, so that its memory is freed as soon as its owner drops it.
+        # Ranges do not refer to this runner: a reference cycle would delay freeing its memory.
         self._ranges: dict[tuple[int, int], SlotRange] = {}
         self._live_slots: dict[int, Tensor] = {}
 
     def _compile(self, compile: bool, log: Callable[[str], None]) -> None:
-        """Choose whether passes are compiled, and captured."""
+        """Set up torch.compile and CUDA graph capture of the passes."""
         fallbacks = self.fallbacks = []
 
         def fell_back(line: str) -> None:
@@ -152,7 +152,7 @@ class ModelRunner:
         self.captured = None
 
     def slot_range(self, first: int, count: int) -> SlotRange:
-        """Return the sequences first ... first + count - 1: the same object each time."""
+        """Return batch slots first ... first + count - 1: the same object each time."""
         where = first, count
         if where not in self._ranges:
             start, parts = self.chunk_start[first : first + count], (self.state, self.caches)
@@ -166,7 +166,7 @@ class ModelRunner:
 
     @property
     def has_graphs(self) -> bool:
-        """True if passes are compiled or captured, for few numbers of sequences."""
+        """True if passes are compiled or captured, for few batch sizes."""
         return self.compiled or self.captured is not None
 
     def defer_head(self, drafter: Drafter) -> Drafter:
@@ -206,15 +206,15 @@ class ModelRunner:
             _ = group.state.processors  # created lazily; must exist before compilation
         arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
         # Other trees, plain steps beside a drafter and rare modes are not worth compiling.
-        key = None if drafter is not self.drafter else (drafter, group.count, modes.noisy)
-        verify = partial(self.passes[draft_and_verify], key, *arguments, live_slots, modes.noisy, costs)
+        key = None if drafter is not self.drafter else (drafter, group.count, modes.sampled)
+        verify = partial(self.passes[draft_and_verify], key, *arguments, live_slots, modes.sampled, costs)
         commit = partial(self.passes[accept_and_commit], None if modes.is_rare else key, *arguments)
         if guides is None:
             key = "step", drafter, live_slots.shape[0], *modes
             return self.run(group, key, lambda: commit(verify(), *modes))
         with self.device_context():
-            verified = self.run(group, ("verify", drafter, live_slots.shape[0], modes.noisy), verify)
-            # The host says what may follow each node.
+            verified = self.run(group, ("verify", drafter, live_slots.shape[0], modes.sampled), verify)
+            # The host computes which tokens may follow each node.
             tokens, parent = verified[0].tokens.tolist(), verified[0].parent.tolist()
             for i, guide in guides.items():
                 group.state.processors.mask(i, guide, tokens[i], parent[i])
@@ -249,8 +249,8 @@ class ModelRunner:
             return call()
 
     def device_context(self) -> contextlib.AbstractContextManager:
-        """A context for passes: it makes our GPU current (each thread has its own), or gives our CPU kernels
-        all threads.
+        """Return a context for passes. It makes our GPU current in this thread, or gives our CPU kernels all
+        threads.
         """
         return torch.cuda.device(self.device) if self.on_cuda else self.threads()
 
@@ -259,7 +259,7 @@ class ModelRunner:
         return next((c for c in self.chunks if c >= remaining), self.chunks[-1])
 
     def live_slots(self, needed: int) -> Tensor:
-        """Return the live slots 0..n-1, n >= needed; few different n. n is the one dynamic dimension.
+        """Return the live cache slots 0..n-1, n >= needed. n takes few values; it is the only dynamic size.
 
         All slots if attention reads the lengths itself: one graph serves every context.
         """
@@ -289,28 +289,28 @@ class ModelRunner:
             state.done.copy_(done)
             state.prefilling.copy_(prefilling)
 
-    # -- what comes out -----------------------------------------------------------------------
+    # -- output -------------------------------------------------------------------------------
 
-    def to_host(self, state: State, scored: bool) -> Emission:
+    def to_host(self, state: State, scored: bool) -> AsyncOutput:
         """Start copying what a pass emitted; `read_outputs` waits for it. scored: also the scores."""
         parts = (state.out,)
         if scored:
             parts += state.processors.scores
         if not self.on_cuda:
-            return Emission(tuple(x.tolist() for x in parts), None)
-        return Emission(*extensions.load(extensions.COPY_TO_HOST)(parts))
+            return AsyncOutput(tuple(x.tolist() for x in parts), None)
+        return AsyncOutput(*extensions.load(extensions.COPY_TO_HOST)(parts))
 
 
-def read_outputs(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:
-    """Yield what each of the first sequences emitted; waits until that is known.
+def read_outputs(output: AsyncOutput, logprobs: list[int | None]) -> Iterator[Emitted]:
+    """Wait for the output of a pass and yield that of each sequence.
 
-    logprobs: `Sampling.logprobs` of each.
+    logprobs: `Sampling.logprobs` by sequence; further sequences are skipped.
     """
-    if emission.copied is not None:
-        emission.copied.synchronize()
-    out, *scores = (x if isinstance(x, list) else x.tolist() for x in emission.parts)
+    if output.copied is not None:
+        output.copied.synchronize()
+    out, *scores = (x if isinstance(x, list) else x.tolist() for x in output.parts)
     for i, ((*tokens, count, drafted, done), num_logprobs) in enumerate(zip(out, logprobs)):
-        scored = extensions.load(extensions.LOGPROBS_OF_ROW)(scores, i, count, num_logprobs) if scores else []
+        scored = extensions.load(extensions.SCORES_OF_SLOT)(scores, i, count, num_logprobs) if scores else []
         yield Emitted(tokens[:count], drafted, bool(done), scored)
 
 

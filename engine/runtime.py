@@ -57,7 +57,7 @@ class Backend:
         return contextlib.nullcontext()
 
     def default_tree(self, device: torch.device, quantized: bool, batch: int) -> TreeShape:
-        """Return the tree drafted for up to `batch` requests where none is given.
+        """Return the default tree for up to `batch` requests.
 
         A GPU takes the largest of GPU_TREES with which all requests together verify at most MAX_GPU_TOKENS.
         On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a head pass.
@@ -71,13 +71,13 @@ TORCH_BACKEND = Backend()
 
 
 def step_of(target: Transformer) -> Step:
-    """Return the step of a target's backend if all of its layers run there, else PyTorch's."""
+    """Return the step of a target's backend, PyTorch's if a layer runs only there; sharded with ranks."""
     step = backend_of(target).step
     return target.make_sharded_step(step, target) if target.make_sharded_step else step
 
 
 def backend_of(target: Transformer) -> Backend:
-    """Return the backend that runs all layers of a target: PyTorch if one of them runs nowhere else."""
+    """Return the backend that runs all layers of a target: PyTorch if a layer runs only there."""
     return target.backend if target.runs_on_backend else TORCH_BACKEND
 
 
@@ -93,14 +93,14 @@ class Runtime:
     dtype: str | None = None  # a name of `common.cli.DTYPES`; None: as stored
     compile: Flag = True  # run through torch.compile
     kernels: Flag = True  # when compiling: our own kernels, see kernels/
-    autotune: Flag = False  # torch.compile times several kernels for every product; for the whole process
+    autotune: Flag = False  # torch.compile times several kernels for each matrix product; process-wide
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: EAGLE_ISA, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
 
     def __post_init__(self):
         given = vars(self)
-        if type(self.device) is int:  # as transformers has it
+        if type(self.device) is int:  # as in transformers
             given["device"] = "cpu" if self.device < 0 else f"cuda:{self.device}"
         for name, value in given.items():
             if isinstance(value, (torch.device, torch.dtype)):
@@ -118,24 +118,23 @@ class Runtime:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype as torch has it. Raises InputError on a name it does not know."""
+        """The dtype of torch; None: as stored. Raises InputError on an unknown name."""
         return None if self.dtype is None else getattr(torch, dtype_name(self.dtype))
 
     @property
-    def on_kernels(self) -> bool:
+    def on_cpu_kernels(self) -> bool:
         """True if the modules that our CPU kernels support run on them."""
         return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
 
     @property
     def isa_name(self) -> str | None:
-        """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
-        return extensions.load(extensions.ISA)(self.isa).name if self.on_kernels else None
+        """The CPU kernels' instruction set, None without them. Raises InputError as `kernels.isa.choose`."""
+        return extensions.load(extensions.ISA)(self.isa).name if self.on_cpu_kernels else None
 
     def prepare(self) -> None:
-        """Check the device, and let torch.compile keep its results for the next process.
+        """Check the options and set PyTorch's state for this process: threads, GPU, precision, compile cache.
 
-        The number of threads is that of `common.machine.use_threads`. Raises InputError if something is
-        missing.
+        Raises InputError if an option is invalid or something is missing.
         """
         schema_of(Runtime).check(vars(self))
         use_threads()
@@ -150,7 +149,7 @@ class Runtime:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
         if self.kv != "auto":
-            extensions.load(extensions.CHECK_KV)(self.kv, self.on_kernels)
+            extensions.load(extensions.CHECK_KV)(self.kv, self.on_cpu_kernels)
         if self.compile:
             extensions.load(extensions.CONFIGURE_COMPILER)(self.autotune)
 

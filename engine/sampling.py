@@ -1,11 +1,10 @@
 """Sampling: the options of a request, the modes of a step that they need, and the noise.
 
-The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise
-that depends on (seed of the request, t, token id) and on nothing else: not on call order, batch slot, tree
-or drafter. Softmax sampling at that temperature is exactly this (the Gumbel-max trick), and because plain and
-speculative decoding meet the same noise at the same position they emit the same text from the same seed.
-Temperature 0 is greedy decoding. Top-k, top-p and min-p are masks over logits, with exact ties on every
-device.
+The token at absolute position t of a sequence is argmax(logits + temperature * g). g is standard Gumbel noise
+that depends only on (seed of the request, t, token id): not on call order, batch slot, tree or drafter. This
+equals softmax sampling at that temperature (the Gumbel-max trick). Plain and speculative decoding use the
+same noise at the same position, so they emit the same text from the same seed. Temperature 0 is greedy
+decoding. Top-k, top-p and min-p are masks over logits that treat ties alike on every device.
 """
 from __future__ import annotations
 
@@ -48,10 +47,9 @@ class Sampling:
 
     stop: texts that end the output and are not part of it. logprobs: also return the log-probability of each
     token, and of this many top tokens, before all of the above; None: do not.
-    json_schema: a schema that the output must fit, as JSON or a dictionary. limits: `tokens.limits: Limits`,
+    json_schema: a schema that the output must match, as JSON or a dictionary. limits: `tokens.limits.Limits`,
     such as a grammar or banned words. Forbidden tokens are masked before all of the above. Numbers may be
-    numpy's.
-    Raises InputError on invalid values.
+    numpy's. Raises InputError on invalid values.
     """
 
     max_new_tokens: whole(1) = 256
@@ -101,7 +99,7 @@ FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True
 class Modes(NamedTuple):
     """Which sampling features the requests of a step use. Each combination may be a compiled graph."""
 
-    noisy: bool = False  # some temperature is above 0
+    sampled: bool = False  # some temperature is above 0
     restricted: bool = False  # some top-k or top-p
     has_min_p: bool = False  # some min_p
     adjusted: bool = False  # some penalty or logit bias
@@ -120,27 +118,27 @@ class Modes(NamedTuple):
 
     @classmethod
     def of_requests(cls, samplings: Sequence[Sampling], compiled: bool = False) -> Modes:
-        """Return the modes for these requests. compiled: fewer combinations, top-k and top-p with all noise,
-        rare modes all together.
+        """Return the modes for these requests. compiled: one of four combinations: noise implies top-k and
+        top-p, a rare mode implies all.
         """
-        noisy = any(s.temperature > 0 for s in samplings)
+        sampled = any(s.temperature > 0 for s in samplings)
         modes = cls(
-            noisy, any(s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplings),
-            noisy and any(s.min_p > 0 for s in samplings), any(s.adjusts for s in samplings),
+            sampled, any(s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplings),
+            sampled and any(s.min_p > 0 for s in samplings), any(s.adjusts for s in samplings),
             any(s.logprobs is not None for s in samplings), any(s.is_guided for s in samplings),
         )
         if compiled:
-            return cls.all_modes(noisy) if modes.is_rare else cls(noisy, noisy)
+            return cls.all_modes(sampled) if modes.is_rare else cls(sampled, sampled)
         return modes
 
     @classmethod
-    def all_modes(cls, noisy: bool) -> Modes:
-        """Return all modes. noisy: with temperature, top-k, top-p and min-p too."""
-        return cls(noisy, noisy, noisy, True, True, True)
+    def all_modes(cls, sampled: bool) -> Modes:
+        """Return all modes. sampled: with temperature, top-k, top-p and min-p too."""
+        return cls(sampled, sampled, sampled, True, True, True)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit values (held in int64) where every input bit moves every output bit."""
+    """A bijection of 32-bit values (held in int64) in which every input bit affects every output bit."""
     x = ((x ^ (x >> 16)) * _MULTIPLIERS[0]) & MASK32
     x = ((x ^ (x >> 15)) * _MULTIPLIERS[1]) & MASK32
     return x ^ (x >> 15)

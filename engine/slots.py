@@ -1,8 +1,8 @@
 """The slots of a batch: which request holds which, and the prefixes that free slots keep in the caches.
 
-Slots are compact: the requests that decode come first, then those whose prompts are being read, then the free
-slots. So a step runs on the first slots only. A free slot keeps its KV cache: a new prompt that shares a
-prefix with it, or with a running request, reuses that part.
+Slots are compact: decoding requests come first, then requests in prefill, then free slots. So a step runs on
+the first slots only. A free slot keeps its KV cache: a new prompt that shares a prefix with it, or with a
+running request, reuses that prefix.
 """
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from tokens.tokenizer import common_prefix
 if TYPE_CHECKING:
     from engine.deferred import DeferredHead
 
-MIN_COPIED_PREFIX = 32  # copy a prefix from another slot only if it is this many tokens longer
+MIN_COPIED_PREFIX = 32  # a prefix is copied from another slot only if it is this many tokens longer
 
 
 class Slots:
     """The slots of an engine.
 
-    decoding, prefilling: numbers of requests; their slots come first, in this order. runner: its passes run
-    over the slots. lag: see `Engine`. by_slot: lists that `swap` permutes. deferred: if steps may run without
-    the drafter's network.
+    decoding, prefilling: numbers of requests; their slots come first, in this order. lag: see `Engine`.
+    lists_by_slot: lists that `swap` permutes. deferred: None if no step skips the draft head.
     """
 
     def __init__(self, runner: ModelRunner, drafter: Drafter, batch: int, lag: int):
@@ -34,12 +33,12 @@ class Slots:
         self.decoding = self.prefilling = 0
         self.requests: list[Request | None] = [None] * batch  # by slot, as the next two
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
-        self.used_at = [0] * batch  # when a slot was taken or released
-        self.by_slot: list[list] = [self.requests, self.cached, self.used_at]
+        self.last_used = [0] * batch  # `_clock` when a slot was assigned or released
+        self.lists_by_slot: list[list] = [self.requests, self.cached, self.last_used]
         self.deferred: DeferredHead | None = None
-        # The caches lack at most this many of a decoding request's tokens. A head reads those that a step
-        # commits in the next one.
-        self.uncached = runner.max_commit if runner.has_head else 1
+        # Maximum number of a decoding request's tokens that a cache lacks: a head reads the tokens of a step
+        # in the next one.
+        self.max_uncached = runner.max_commit if runner.has_head else 1
         self._clock = 0
 
     @property
@@ -48,21 +47,21 @@ class Slots:
         return self.batch - self.decoding - self.prefilling
 
     def assign(self, request: Request) -> int:
-        """Give a request the first free slot, with the longest cached prefix of its prompt in it. Returns
-        the length of that prefix.
+        """Assign the first free slot to a request. Returns the length of the cached prefix in it.
 
-        The prefix is copied if its slot is in use, or if that slot's cache holds much more than the prefix.
+        That is the longest cached prefix of the prompt. It is copied if its slot is in use, or if its slot
+        holds much more than the prefix.
         """
         first = self.decoding + self.prefilling
         free = range(first, self.batch)
         held = {slot: self.cached[slot] for slot in free}
-        held |= {one.slot: self._held(one) for one in self.requests if one}
+        held |= {one.slot: self._cached_tokens(one) for one in self.requests if one}
         shared = {
             slot: self.runner.caches.reusable_prefix(slot, common_prefix(request.prompt, tokens))
             for slot, tokens in held.items()
         }
         source = max(shared, key=shared.__getitem__)
-        taken = min(free, key=self.used_at.__getitem__)  # least recently used
+        taken = min(free, key=self.last_used.__getitem__)  # least recently used
         lost = len(self.cached[source]) - shared[source]
         # Reuse `source` in place if that discards few tokens, or at most half of what evicting `taken` would.
         if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self.cached[taken])):
@@ -83,7 +82,7 @@ class Slots:
         return shared[source]
 
     def start_decoding(self, request: Request) -> None:
-        """Move a request whose prompt has been read to those that decode."""
+        """Move a request from prefill to decoding."""
         self.runner.caches.save_prefix(request.slot)
         self.swap(request.slot, self.decoding)
         self.decoding += 1
@@ -92,7 +91,7 @@ class Slots:
     def release(self, request: Request) -> None:
         """Free the slot of a request. The caches keep its tokens."""
         slot = request.slot
-        request.active, self.requests[slot], self.cached[slot] = False, None, self._held(request)
+        request.active, self.requests[slot], self.cached[slot] = False, None, self._cached_tokens(request)
         self._touch(slot)
         if slot < self.decoding:
             self.decoding -= 1
@@ -103,16 +102,16 @@ class Slots:
         self.swap(slot, self.decoding + self.prefilling)
 
     def swap(self, one: int, other: int) -> None:
-        """Swap two slots and all that is in them."""
+        """Swap two slots: caches, state and requests."""
         if one == other:
             return
-        if length := max(self._live(one), self._live(other)):
+        if length := max(self._max_used_slots(one), self._max_used_slots(other)):
             for a, b in zip(self._sequence(one, length), self._sequence(other, length)):
                 saved = a.clone()  # one layer at a time: a copy of all layers would take gigabytes
                 a.copy_(b)
                 b.copy_(saved)
         self.runner.state.swap(one, other)
-        for values in self.by_slot:
+        for values in self.lists_by_slot:
             values[one], values[other] = values[other], values[one]
         for slot in (one, other):
             if request := self.requests[slot]:
@@ -120,15 +119,15 @@ class Slots:
 
     def _touch(self, slot: int) -> None:
         self._clock += 1
-        self.used_at[slot] = self._clock
+        self.last_used[slot] = self._clock
 
-    def _held(self, request: Request) -> list[int]:
-        """Return the tokens in the caches of target and drafter."""
+    def _cached_tokens(self, request: Request) -> list[int]:
+        """Return the tokens of a request that all caches hold."""
         if request.slot >= self.decoding:
             return request.prompt[: request.prefilled]
-        return request.tokens[: max(0, request.length - self.uncached)]
+        return request.tokens[: max(0, request.length - self.max_uncached)]
 
-    def _live(self, slot: int) -> int:
+    def _max_used_slots(self, slot: int) -> int:
         """Return an upper bound on the cache slots in use in a batch slot."""
         if request := self.requests[slot]:
             return min(request.length + (self.lag + 1) * self.runner.max_commit, self.runner.cache_slots)

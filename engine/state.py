@@ -11,7 +11,7 @@ from torch import Tensor
 
 import extensions
 from engine.sampling import Sampling, seed_keys
-from model import rows_of
+from model import view_of_slots
 from tree import gather_tokens
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
@@ -32,8 +32,8 @@ def batch_buffer(
     module.register_buffer(name, rows.view(batch, *shape), persistent=False)
 
 
-def swap_rows(module: nn.Module, one: int, other: int) -> None:
-    """Swap two rows of all buffers but those in SHARED."""
+def swap_slots(module: nn.Module, one: int, other: int) -> None:
+    """Swap two batch slots in all buffers but those in SHARED."""
     for name, buffer in module._buffers.items():
         if name not in SHARED:
             saved = buffer[one].clone()
@@ -48,7 +48,7 @@ class State(nn.Module):
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
     root [B, 1]        tokens[b, N], emitted but not committed
     n_unread [B]       how many of the last committed tokens the drafter has not read yet
-    features [B, R, F] the target's features of those, R >= W
+    features [B, R, F] the target's features of these tokens, R >= W
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it
     prefilling [B]     the prompt is still in prefill
@@ -97,17 +97,17 @@ class State(nn.Module):
         self.register_buffer("ahead", torch.arange(1, max_commit + 1, device=device), persistent=False)
 
     def rows(self, first: int, count: int) -> State:
-        """Return the same buffers of the sequences first ... first + count - 1."""
-        some = rows_of(self, first, count, SHARED)
+        """Return views of batch slots first ... first + count - 1."""
+        some = view_of_slots(self, first, count, SHARED)
         some._modules = {**self._modules, "_processors": None}
-        some._make_processors = lambda: rows_of(self.processors, first, count)
+        some._make_processors = lambda: view_of_slots(self.processors, first, count)
         return some
 
     @property
     def processors(self) -> nn.Module:
         """The logits processors of `extensions.PROCESSORS`: penalties, biases, grammars, log-probabilities.
 
-        They are made when they are first needed.
+        Created on first use.
         """
         if self._processors is None:
             make = self._make_processors or partial(extensions.load(extensions.PROCESSORS), self)
@@ -116,9 +116,9 @@ class State(nn.Module):
 
     def swap(self, one: int, other: int) -> None:
         """Swap the slots of two sequences."""
-        swap_rows(self, one, other)
+        swap_slots(self, one, other)
         if self._processors is not None:
-            swap_rows(self._processors, one, other)
+            swap_slots(self._processors, one, other)
 
     def start_request(self, slot: int, prompt: list[int], sampling: Sampling, max_seq_len: int) -> None:
         """Start a sequence of at most `max_seq_len` tokens with a prompt in a batch slot."""
@@ -136,7 +136,7 @@ class State(nn.Module):
             self.processors.start_request(slot, self.tokens[slot, : N + 1], sampling)
 
     def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
-        """Append the first `count` [B] of tokens [B, W], cut at the first stop id and at the limit.
+        """Append the first `count` [B] of tokens [B, W], cut after the first stop id and at the limit.
 
         The last one appended becomes the root and `length` its position. Sets `done` and `out`. Returns how
         many were appended [B].
@@ -162,8 +162,8 @@ class State(nn.Module):
     ) -> None:
         """Keep the features of the `count` [B] tokens just committed, for the drafter's catch-up.
 
-        features [B, T, F]: the target's, of a pass. path [B, <=W]: the nodes that the tokens were. active
-        [B]: the sequences to change. append: append to the tokens that the drafter has not read yet.
+        features [B, T, F]: the target's, of a pass. path [B, <=W]: the nodes of these tokens. active [B]:
+        the sequences to change. append: append to the features that the drafter has not read yet.
         """
         if features is not None:
             features = gather_tokens(features, path)

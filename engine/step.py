@@ -1,9 +1,9 @@
 """One step of decoding: draft, verify, accept, commit. This file is the PyTorch implementation.
 
-`Step` defines every phase and the tensor operations that drafters call: what runs. How it runs (modules,
-caches, threads) is an `engine.runtime.Backend`. The kernels of a device and tensor parallelism subclass
-`Step` and override whole phases. All subclasses compute the same values, except for the last
-bits of noise, of log-probabilities and of the target's forward pass.
+`Step` defines the phases and the tensor operations that drafters call; an `engine.runtime.Backend` defines
+modules, caches and threads. The kernels of a device and tensor parallelism subclass `Step` and override whole
+phases. All subclasses compute the same values, except for the last bits of noise, of log-probabilities and of
+the target's forward pass.
 
 `draft_and_verify` and `accept_and_commit` are the two halves of a step: each is one compiled graph. With a
 grammar the host fills `state.processors.allowed` in between. `prefill` and `first_token` are the pass over
@@ -23,7 +23,7 @@ from engine.draft import Drafter
 from engine.sampling import Modes
 from engine.state import State
 from model import KVCaches, Transformer
-from tree import Growth, Tree, gather_tokens
+from tree import CandidateTree, Tree, gather_tokens
 
 
 class Step:
@@ -31,7 +31,7 @@ class Step:
 
     - batch_invariant: a token's values do not depend on the other tokens of the pass, so output with drafting
       equals output without it in 16 bits too; steps run without torch.compile
-    - static_shapes: no shape depends on tensor values, as graphs need it
+    - static_shapes: no shape depends on tensor values, as graphs require
     - reads_length: attention reads sequence lengths on the device: one graph serves every context length
     """
 
@@ -39,7 +39,7 @@ class Step:
     static_shapes = True
     # Operations that are functions elsewhere. mask: in the form that the attention of this step reads.
     mask, prune = staticmethod(tree.visible_slots), staticmethod(tree.prune_candidates)
-    advance = staticmethod(Growth.advance)
+    advance = staticmethod(CandidateTree.advance)
 
     # -- draft ----------------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ class Step:
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
         """Return the target's token at each node [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
 
-        depth [B, T]: the row of the noise for each node. Nodes of one depth stand at one position and share
-        its noise. None: all take the first row.
+        depth [B, T]: index into W for each node. Nodes of one depth have the same position and share its
+        noise. None: all take the first.
         """
         if noise is not None:
             logits = logits + (noise[:, :1] if depth is None else gather_tokens(noise, depth))
@@ -135,8 +135,8 @@ class Step:
         """Emit the first `count` [B] of tokens [B, W] and keep the features of nodes `path` [B, W].
 
         caches: the target's; keys and values of the path move to the slots of committed tokens. None: they
-        are there. active [B]: sequences to change; None: those that are not done. append: keep the features
-        that the head has not processed yet, and append these. Returns how many tokens were emitted [B].
+        are in place. active [B]: sequences to change; None: those that are not done. append: keep the
+        features that the head has not read yet, and append these. Returns how many tokens were emitted [B].
         """
         active = ~state.done if active is None else active
         if caches is not None:
@@ -150,7 +150,7 @@ class Step:
 def process_logits(
     step: Step, logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
-    """Return the target's logits [B, T, V] after grammar, penalties, biases, top-k, top-p and min-p.
+    """Return the target's logits [B, T, V] after grammar, biases, penalties, top-k, top-p and min-p.
 
     tokens [B, T], ancestors [B, T, T]: of the tree; without ancestors, of its root alone.
     """
@@ -163,15 +163,15 @@ def process_logits(
 
 def draft_and_verify(
     step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor,
-    noisy: bool, costs=None,
+    sampled: bool, costs=None,
 ) -> tuple:
     """Run the first half of a step: draft a tree and run the target on it.
 
-    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's extra slots. noisy: a request
+    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's extra slots. sampled: a request
     samples. Plain decoding has a tree of one node. Returns the tree, `Step.logits` [B, T, V] and the features
     [B, T, F] of its nodes, and the noise [B, W, V] or None.
     """
-    noise = step.noise(state, drafter.shape.max_commit, target.args.vocab_size) if noisy else None
+    noise = step.noise(state, drafter.shape.max_commit, target.args.vocab_size) if sampled else None
     drafted = step.draft(drafter, state, slots, noise, costs)
     logits, features = step.verify(target, drafted, state, slots, caches, drafter.aux_layers)
     return drafted, logits, features, noise
@@ -194,7 +194,7 @@ def accept_and_commit(
     path, count, tokens = step.accept(drafted, chosen, drafter.shape.max_commit)
     if modes.scored:
         state.processors.score(gather_tokens(raw, path), tokens)
-    moved = caches if drafted.tokens.shape[1] > 1 else None  # the entries of the root are in place
+    moved = caches if drafted.tokens.shape[1] > 1 else None  # the root's cache entry is in place
     count = step.commit(state, tokens, count, path, features, moved, append=drafter.defers_head)
     if modes.adjusted:
         state.processors.count(tokens, count)
@@ -230,7 +230,7 @@ def first_token(
     last = state.length - start
     ends = state.prefilling & (last < x.shape[1])
     index = last.clamp(0, x.shape[1] - 1)[:, None]
-    noise = step.noise(state, 1, target.args.vocab_size) if modes.noisy else None
+    noise = step.noise(state, 1, target.args.vocab_size) if modes.sampled else None
     logits = step.logits(target, gather_tokens(x, index))
     raw = step.gather_logits(logits) if modes.changes_logits else logits
     chosen = step.draw(process_logits(step, raw, state, modes, state.root), noise)

@@ -38,19 +38,19 @@ def load_target(
     if ranks is not None:
         extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, log, ranks)
     on_cpu = torch.device(runtime.device_name).type == "cpu"
-    if not on_cpu and (what := class_of(read_config(checkpoint, "target")).cpu_only):
-        raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
+    if not on_cpu and (what := class_of(read_config(checkpoint, "target")).cpu_only_part):
+        raise InputError(f"{checkpoint}: {what} run only on CPUs so far; use --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     if model.embed.dtype == torch.float16 and model.args.qkv_bias:
         log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log)
-    pure = on_cpu and ranks is None and runtime.kv == "auto" and not runtime.on_kernels
+    pure = on_cpu and ranks is None and runtime.kv == "auto" and not runtime.on_cpu_kernels
     return target if pure else extensions.load(extensions.ON_BACKEND)(target, ranks)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target. Several engines may share it; each has caches of its own."""
+    """A loaded target. Several engines may share it; each has its own caches."""
 
     checkpoint: Path
     runtime: Runtime
@@ -102,7 +102,7 @@ class Target:
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
         free = free_memory(device) or 0
-        if self.model.ranks is not None:  # one length for all
+        if self.model.ranks is not None:  # all ranks need one length
             free = extensions.load(extensions.RANKS_MEMORY)(self.model.ranks, device, free)
         fits = int(MAX_CACHE_FRACTION * free / self.model.cache_bytes(batch, 1024) * 1024)
         if fits >= longest:
@@ -122,7 +122,7 @@ class Target:
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
-        """Put models on our kernels, if this target runs there. quantize: quantize 16-bit models first."""
+        """Prepare models for the backend. quantize: first quantize 16-bit models where that is faster."""
         backend = self.backend
         mode = backend.quantized_at_load.get(self.model.embed.dtype)
         if quantize and mode:
@@ -131,7 +131,7 @@ class Target:
         if not backend.prepare(*models):
             self.log(
                 "parts of this model run in PyTorch, not on our kernels (fp16, fp8, odd sizes): slower, and"
-                " output with drafting may differ at near ties; --dtype bf16 suits fp16 ones"
+                " output with drafting may differ at near ties; load fp16 models with --dtype bf16"
             )
 
     def _build_drafter(self, drafting: DraftOptions, max_seq_len: int, batch: int) -> Drafter | None:

@@ -19,7 +19,7 @@ def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
     drafters = [*dict.fromkeys(engine.scheduler.drafters)]
     if exhaustive and runner.plain not in drafters:
         drafters.append(runner.plain)
-    all_modes = Modes.all_modes(modes.noisy)
+    all_modes = Modes.all_modes(modes.sampled)
     with runner.frozen():
         for index, live_slots in enumerate(sizes.values()):
             for count in engine.batch_sizes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint.load import load_model, read_config
-from common.cli import no_memory
+from common.cli import is_out_of_memory
 from engine.sampling import gumbel, seed_keys
 from evaluation.answers import Answer
 from families.mixed import causal
@@ -102,7 +102,7 @@ class Judge:
             try:
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32, self.ranks)
             except RuntimeError as e:
-                if self.ranks or not no_memory(e):
+                if self.ranks or not is_out_of_memory(e):
                     raise
                 self.device = "cpu"
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32)

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.schema import Flag, Many, whole
+from common.schema import Flag, SmallSize, whole
 from families.experts import Experts, MixtureArgs
 from families.mixed import MixedCaches
 from families.norms import invariant, ordered_sum
@@ -26,8 +26,8 @@ from model import MLP, KVCache, Linear, PassInputs
 class Gemma4Args(VariantArgs, MixtureArgs):
     """The shape of a Gemma 4 target."""
 
-    global_head_dim: Many = 1
-    global_kv_heads: Many = 1
+    global_head_dim: SmallSize = 1
+    global_kv_heads: SmallSize = 1
     global_pairs: whole(0, 2**16) = 0  # pairs of a global head that RoPE turns
     shared_kv_layers: whole(0, 10_000) = 0  # the last layers, which have no keys and values
     value_is_key: Flag = False  # of global layers: one projection, normed and not rotated for values
@@ -160,7 +160,7 @@ class Gemma4Block(VariantBlock):
 class Gemma4(Variant):
     """A Gemma 4 target. newest_caches(): what `caches` returned last, for `networks.assistant`."""
 
-    Args, Layer, cpu_only = Gemma4Args, Gemma4Block, "models with two sizes of heads"
+    Args, Layer, cpu_only_part = Gemma4Args, Gemma4Block, "models with two sizes of heads"
 
     def __init__(self, args: Gemma4Args):
         super().__init__(args)

@@ -75,4 +75,4 @@ class LatentBlock(SigmoidBlock):
 class Latent(Transformer):
     """A target with latent attention."""
 
-    Args, Layer, cpu_only = LatentArgs, LatentBlock, "models with latent attention"
+    Args, Layer, cpu_only_part = LatentArgs, LatentBlock, "models with latent attention"

@@ -78,7 +78,7 @@ class MambaBlock(DeltaBlock):
 class Mamba(Hybrid, Variant):
     """A target with Mamba-2 layers."""
 
-    Args, Layer, cpu_only = MambaArgs, MambaBlock, "Mamba layers"
+    Args, Layer, cpu_only_part = MambaArgs, MambaBlock, "Mamba layers"
     can_compile = False
 
     def make_layer(self, layer: int) -> TargetBlock:

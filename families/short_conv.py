@@ -90,7 +90,7 @@ class ConvBlock(SigmoidBlock):
 class ShortConv(Transformer):
     """A target with short convolutions."""
 
-    Args, cpu_only = ShortConvArgs, "short convolutions"
+    Args, cpu_only_part = ShortConvArgs, "short convolutions"
 
     def make_layer(self, layer: int) -> TargetBlock:
         return (ConvBlock if self.args.conv_layers[layer] else SigmoidBlock)(self.args, layer)

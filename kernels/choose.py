@@ -60,7 +60,7 @@ def on_backend(target, ranks):
         target = replace(target, backend=choose_backend(*given))
     target.prepare_models(model)
     if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
-        # Layers that kernels lack run in PyTorch, uncompiled.
+        # Layers without kernels run in PyTorch, uncompiled.
         target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8" and not model.runs_on_backend:
         raise InputError(f"--kv int8: not all layers of {target.checkpoint} run on our CPU kernels (fp16,"

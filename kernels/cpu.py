@@ -1,9 +1,9 @@
 """Backend and step on CPUs: C++ operators (`csrc/`), compiled for one instruction set (`kernels.isa`).
 
 Every operator is batch-invariant: a token's result does not depend, bit for bit, on the tokens computed with
-it. So drafted text equals plain text in bfloat16 too. A step calls a few large operators and needs no
-torch.compile. Operators have no gradient; csrc/operators.cpp documents them. `kernels.packed` has the modules
-that call those of the networks.
+it. So output with drafting equals output without it, in bfloat16 too. A step calls a few large operators and
+needs no torch.compile. Operators have no gradient; csrc/operators.cpp documents them. `kernels.packed` has
+the modules that replace those of a model.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from head import Eagle3Head
 from kernels import cpu_cache, packed
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
-from tree import Growth, Tree, TreeShape
+from tree import CandidateTree, Tree, TreeShape
 
 ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
 
@@ -79,7 +79,7 @@ class CpuBackend(Backend):
 
     @contextlib.contextmanager
     def threads(self) -> Iterator[None]:
-        """Run our operators on PyTorch's number of threads, and PyTorch's on one, within this context.
+        """Run our operators with PyTorch's number of threads, and PyTorch with one, within this context.
 
         OpenMP's threads spin long after their work, and would take processors from our pool. PyTorch
         computes little between our operators.
@@ -126,7 +126,7 @@ class CpuStep(Step):
     ) -> tuple[Tensor, Tensor]:
         return self.ops.rank(logits, noise, k, ids)
 
-    def advance(self, growth: Growth) -> Tensor:
+    def advance(self, growth: CandidateTree) -> Tensor:
         *beam, parent = self.ops.advance(*growth.newest, growth.shape.width)
         growth.set_beam(*beam)
         return parent

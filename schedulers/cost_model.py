@@ -1,4 +1,4 @@
-"""Cost-based scheduler: each step drafts nothing, or the tree with the lowest predicted latency.
+"""Cost-based scheduler: each step drafts nothing, or the tree with the least predicted time per token.
 
 Drafting costs time in which plain decoding would produce tokens. `schedulers.costs.Costs` predicts the
 seconds of a step: it starts from timed trials and learns from every step. `schedulers.acceptance.Acceptance`
@@ -48,15 +48,15 @@ MAX_TREES = NetworkDrafter.max_trees
 # Trees that CUDA graphs are captured for, beside the default.
 CAPTURED_TREES = TreeShape(8, 2, 4), TreeShape(16, 4, 5), TreeShape(32, 5, 8), TreeShape(60, 7, 10)
 MIN_TRIAL_ROUNDS, MAX_TRIAL_ROUNDS = 2, 12  # each round times every tree once
-REPEAT_SECONDS = 0.6  # if the trials take longer, MIN_TRIAL_ROUNDS rounds are run
+REPEAT_SECONDS = 0.6  # if the trials take longer, only MIN_TRIAL_ROUNDS rounds are run
 GROW_SECONDS = 3.0  # if the trials take longer, no larger tree is timed
 SWITCH_RATIO = 1.03  # predicted speed / current speed above which drafting starts or stops
 DRAFT_HOLD_STEPS, PLAIN_HOLD_STEPS = 4, 8  # steps that a choice to draft, or not to draft, is kept
-PROBE_STEPS = 3  # of the other choice, to time plain steps or to test whether drafts are accepted again
+PROBE_STEPS = 3  # steps of the other choice, to time plain steps or test whether drafts are accepted again
 # Plain steps before a probe drafts. The interval doubles after each probe that fails.
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256
 MAX_PROBE_LOSS = 0.01  # time that failed probes may cost / time of plain steps
-MAX_PROBE_DEBT = 4.0  # plain-step times lost beyond that; up to it a new request is still probed
+MAX_PROBE_DEBT = 4.0  # in plain-step times; a new request is probed while the debt is at most this
 
 
 class TreePlan(NamedTuple):
@@ -69,7 +69,7 @@ class TreePlan(NamedTuple):
 class Tuner:
     """Decide per step whether the draft head runs, and with which tree.
 
-    prunes: `MarginalCosts` prunes trees to their best nodes; else a step drafts one of `shapes` as it is.
+    prunes: `MarginalCosts` prunes trees to their best nodes; else a step drafts one of `shapes` unpruned.
     shapes: with `prunes`, the largest tree of greedy steps and of sampled steps; else the trees to choose
     from, the default first. costs: fixed costs; None: measure them. Holds the measured costs and the
     acceptance of all requests; the acceptance of one request is in `Request.acceptance`.
@@ -92,7 +92,7 @@ class Tuner:
         self._drafts: dict[tuple[int, bool], bool] = {}  # latest decision, by key of `_costs`
         self._choice: TreePlan | None = None
         self._hold_steps = 0  # further steps that reuse `_choice`
-        # Indexed by `noisy`: [greedy, sampled].
+        # Indexed by `sampled`.
         self._plain_steps, self._probe_interval = [0, 0], [MIN_PROBE_INTERVAL] * 2
         self._group: tuple = ()
         # Time lost by probes and not yet repaid by plain steps, in plain-step times: [greedy, sampled].
@@ -117,8 +117,8 @@ class Tuner:
             return None
         return self._trial_plan(self._running_trial, self._default_shape(any_sampled(requests)), count)
 
-    def _default_shape(self, noisy: bool) -> TreeShape:
-        return self.shapes[noisy if self.prunes else 0]
+    def _default_shape(self, sampled: bool) -> TreeShape:
+        return self.shapes[sampled if self.prunes else 0]
 
     def headless_costs(self, requests: list[Request], count: int, shape: TreeShape) -> MarginalCosts | None:
         """Return the costs to prune a tree drafted without a network, or None if nothing was timed."""
@@ -143,15 +143,15 @@ class Tuner:
 
     def next(self, requests: list[Request], count: int) -> TreePlan | None:
         """Choose the tree of the next step over `count` batch slots; None: do not run the head."""
-        noisy = any_sampled(requests)
-        key, plan = (count, noisy), self.start_next_trial(requests, count)
+        sampled = any_sampled(requests)
+        key, plan = (count, sampled), self.start_next_trial(requests, count)
         if self.in_trial:
             return plan
         if not self._costs:
-            return TreePlan(self._default_shape(noisy))
+            return TreePlan(self._default_shape(sampled))
         self._start_group(key, requests)
         if self._drafts.get(key) is False:
-            self._plain_steps[noisy] += 1
+            self._plain_steps[sampled] += 1
         if self._hold_steps:
             self._hold_steps -= 1
             return self._choice
@@ -173,21 +173,22 @@ class Tuner:
 
     def _decide(self, key: tuple[int, bool], with_head: float, without_head: float) -> tuple[bool, float]:
         """Return (draft?, minimum confidence) for the next steps and set `_hold_steps`."""
-        noisy = key[1]
+        sampled = key[1]
         margin = {None: 1.0, True: 1 / SWITCH_RATIO, False: SWITCH_RATIO}[self._drafts.get(key)]
         drafts = self._drafts[key] = with_head > margin * without_head
         allowed_debt, self._allowed_debt, self._probing = self._allowed_debt, 0.0, False
         if drafts:
-            self._plain_steps[noisy], self._probe_interval[noisy] = 0, MIN_PROBE_INTERVAL
+            self._plain_steps[sampled], self._probe_interval[sampled] = 0, MIN_PROBE_INTERVAL
             if self.costs(*key).stale:  # the load changed: time plain steps before drafting on
                 self._hold_steps = PROBE_STEPS - 1
                 return False, 0.0
             self._hold_steps = DRAFT_HOLD_STEPS - 1
             return True, 0.0
         # Probe whether drafts are accepted by now.
-        if self._plain_steps[noisy] >= self._probe_interval[noisy] and self._debt[noisy] <= allowed_debt:
-            self._plain_steps[noisy], self._probing = 0, True
-            self._probe_interval[noisy] = min(2 * self._probe_interval[noisy], MAX_PROBE_INTERVAL)
+        interval = self._probe_interval[sampled]
+        if self._plain_steps[sampled] >= interval and self._debt[sampled] <= allowed_debt:
+            self._plain_steps[sampled], self._probing = 0, True
+            self._probe_interval[sampled] = min(2 * interval, MAX_PROBE_INTERVAL)
             self._hold_steps = PROBE_STEPS - 1
             return True, 1.0
         self._hold_steps = PLAIN_HOLD_STEPS - 1
@@ -197,10 +198,10 @@ class Tuner:
         self, requests: list[Request], key: tuple[int, bool], speed: float, min_confidence: float
     ) -> TreePlan:
         """Return the plan of a step that drafts. speed: see `_marginal`."""
-        count, noisy = key
+        count, sampled = key
         confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
         if self.prunes:
-            shape = self.shapes[noisy]
+            shape = self.shapes[sampled]
             return TreePlan(shape, self._marginal(requests, count, shape, speed, confidence))
         costs, mean_confidence = self.costs(*key), sum(confidence) / len(confidence)
 
@@ -221,13 +222,13 @@ class Tuner:
 
     # -- measurements -------------------------------------------------------------------------
 
-    def costs(self, count: int, noisy: bool) -> Costs:
+    def costs(self, count: int, sampled: bool) -> Costs:
         """Return the costs of steps over `count` slots, interpolated between timed batch sizes if needed."""
-        key = count, noisy
+        key = count, sampled
         if self.assumed_costs is not None:
             return self.assumed_costs
         if key not in self._costs:
-            timed = [k for k in self._measured if k[1] == noisy] or self._measured
+            timed = [k for k in self._measured if k[1] == sampled] or self._measured
             known = {k[0]: self._costs[k] for k in timed}
             low = max((n for n in known if n <= count), default=min(known))
             high = min((n for n in known if n >= count), default=low)
@@ -235,19 +236,19 @@ class Tuner:
             self._costs[key] = known[low].interpolate(known[high], fraction, scale)
         return self._costs[key]
 
-    def relative_cost(self, count: int, noisy: bool, size: Size, head: bool) -> float | None:
+    def relative_cost(self, count: int, sampled: bool, size: Size, head: bool) -> float | None:
         """Predict step time / plain-step time; None during trials and before any."""
         known = (self._costs or self.assumed_costs) and not self.in_trial
-        return self.costs(count, noisy).relative_cost_of(size, head) if known else None
+        return self.costs(count, sampled).relative_cost_of(size, head) if known else None
 
-    def add(self, count: int, noisy: bool, size: Size, head: bool, seconds: float) -> None:
+    def add(self, count: int, sampled: bool, size: Size, head: bool, seconds: float) -> None:
         """Update the costs with the measured time of a step."""
         if self.assumed_costs is not None:
             return
         if self.in_trial:
             self._trials.setdefault(self._running_trial, []).append((size, seconds))
         elif self._costs:
-            self.costs(count, noisy).add(size, head, seconds)
+            self.costs(count, sampled).add(size, head, seconds)
 
     def record(
         self, request: Request, head: bool, emitted: int, relative_cost: float | None, expected: float | None
@@ -258,17 +259,17 @@ class Tuner:
         """
         if relative_cost is not None and (self._probing or not head):
             lost = relative_cost - emitted / request.acceptance.without_head.value
-            noisy, paid = any_sampled([request]), MAX_PROBE_LOSS * relative_cost
-            self._debt[noisy] = max(self._debt[noisy] + (lost if head else -paid), 0.0)
+            sampled, paid = any_sampled([request]), MAX_PROBE_LOSS * relative_cost
+            self._debt[sampled] = max(self._debt[sampled] + (lost if head else -paid), 0.0)
         for acceptance in (request.acceptance, self._shared_acceptance(request)):
             acceptance.record(head, emitted, relative_cost, expected)
 
-    def run_trials(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
+    def run_trials(self, count: int, sampled: bool, run: Callable[[], None]) -> None:
         """Time steps with each candidate tree, smallest first. Stop at the first tree that is too slow.
 
         run: run one step over `count` batch slots at a short context; it calls `next`.
         """
-        key = count, noisy
+        key = count, sampled
         if key in self._measured:
             return
         shared, order, completed = copy.deepcopy(self.acceptance_by_temperature), self.candidates, []
@@ -278,7 +279,7 @@ class Tuner:
                 if turn >= MIN_TRIAL_ROUNDS and trial_seconds(trials) > REPEAT_SECONDS:
                     break
                 for trial in order:
-                    for _ in range(1 if turn else 2):  # twice in the first round: the first run may be slow
+                    for _ in range(1 if turn else 2):  # twice in the first round: the first run may compile
                         self._next_trial = trial
                         run()
                     if turn:
@@ -299,16 +300,16 @@ class Tuner:
             self._measured.add(key)
             self._costs[key] = (Costs.from_trials if self.prunes else Costs.of_trees)(trials)
 
-    def describe(self, counts: list[int], noisy: bool) -> str:
+    def describe(self, counts: list[int], sampled: bool) -> str:
         """Describe tree sizes and relative step costs per batch size, in one line."""
-        shape, why = self._default_shape(noisy), "sized by the cost model"
+        shape, why = self._default_shape(sampled), "sized by the cost model"
         what = f"trees of up to {shape.nodes} nodes, {why}"
         if not self.prunes:
             what = f"tree {' or '.join(dict.fromkeys(shape.name for shape in self.shapes))}, {why}"
         if not self._costs:
             return f"{what} (not timed)"
         size = Size(MAX_FLAT_NODES, 1) if self.prunes else Size(shape.nodes, 0)
-        (draft, verify), *more = (self.costs(n, noisy).overhead(size) for n in counts)
+        (draft, verify), *more = (self.costs(n, sampled).overhead(size) for n in counts)
         others = (f", {1 + sum(parts):.2f}x for {n} requests" for parts, n in zip(more, counts[1:]))
         return (f"{what} (measured: a {size.nodes}-node step takes {1 + draft + verify:.2f}x a plain step:"
                 f" {draft:+.2f} drafting, {verify:+.2f} verification{''.join(others)})")
@@ -328,7 +329,7 @@ def any_sampled(requests: list[Request]) -> bool:
 class Record(NamedTuple):
     """What the cost model needs to know of a launched step when its time and tokens arrive."""
 
-    step: tuple[int, bool, Size, bool]  # (count, noisy, size, head), see `Tuner.add`
+    step: tuple[int, bool, Size, bool]  # (count, sampled, size, head), see `Tuner.add`
     relative_cost: float | None  # see `Tuner.relative_cost`
     expected: list[float] | None  # per slot of the group: sum of exp(score) over its draft tokens
 
@@ -349,7 +350,7 @@ class CostScheduler(Scheduler):
         super().attach(engine)
         runner, drafter = engine.runner, engine.runner.drafter
         self.counts = sorted({engine.batch_sizes[0], engine.batch})  # batch sizes that are timed
-        # Compiled steps and unprunable drafters have one tree size: drafting is only switched on and off.
+        # Compiled steps and unprunable drafters draft one of `trees` or nothing: no step is headless.
         headless = drafter.headless if self.tuner.prunes and not runner.on_cuda else None
         self.headless = headless if headless in (None, drafter) else runner.defer_head(copy.copy(headless))
         switched = drafter.network is not None or not self.tuner.prunes
@@ -374,14 +375,14 @@ class CostScheduler(Scheduler):
         costs = plan.costs if plan else tuner.headless_costs(requests, group.count, self.headless.shape)
         return Choice(self.headless, costs)
 
-    def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Record:
+    def launched(self, choice: Choice, group: SlotRange, tree: Tree, sampled: bool) -> Record:
         size, expected = Size(tree.tokens.shape[1], 0), None
         if choice.costs:
             size = size._replace(levels=tree.levels if choice.head else 0)
             expected = [sum(map(math.exp, path[1:])) for path in tree.scores.tolist()]
         elif choice.head:  # do not synchronize with the GPU to read the scores
             expected = [mean_accepted(size.nodes)] * group.count
-        step = group.count, noisy, size, choice.head
+        step = group.count, sampled, size, choice.head
         return Record(step, self.tuner.relative_cost(*step), expected)
 
     def timed(self, record: Record, seconds: float) -> None:
@@ -411,8 +412,8 @@ class CostScheduler(Scheduler):
                 engine.remove(request)
             return_freed_memory()  # logits of trees that no later step has
 
-    def describe(self, noisy: bool) -> str:
-        return self.tuner.describe(self.counts, noisy)
+    def describe(self, sampled: bool) -> str:
+        return self.tuner.describe(self.counts, sampled)
 
 
 def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
@@ -421,7 +422,7 @@ def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
 
 
 def fits(shape: TreeShape, grown: Drafter, default: TreeShape) -> bool:
-    """Return whether a drafter can grow `shape`, and it is not the size of its default tree."""
+    """Return whether a drafter can grow `shape`, and `shape` differs from its default tree in size."""
     levels = math.inf if grown.max_levels is None else grown.max_levels
     return shape.nodes != default.nodes and shape.width <= grown.vocabulary and shape.depth < levels
 
@@ -431,9 +432,9 @@ def schedule(
 ) -> tuple[Drafter, Scheduler | None]:
     """Return the drafter with its largest tree, and its scheduler (None: always draft the drafter's tree).
 
-    tree: the value of --tree. The cost model sizes trees if it is "auto", or if it is None and steps are not
-    compiled. Raises InputError for "auto" with several ranks: their timings, and so their trees, would
-    differ.
+    tree: the value of --tree. The cost model sizes trees if it is "auto", or if it is None and steps run
+    uncompiled on a CPU. Raises InputError for "auto" with several ranks: their timings, and so their trees,
+    would differ.
     """
     on_cuda = target.embed.device.type == "cuda"
     fixed_trees = on_cuda or compiles

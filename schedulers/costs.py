@@ -20,7 +20,7 @@ FIT_DECAY = 0.96  # weight of a step relative to the next one in the fit of the 
 PLAIN_STEP_WEIGHT = 0.3  # of a plain step in the moving average of `Costs.plain`
 MAX_LOAD_DRIFT = 1.1  # change of the load factor, either way, after which plain steps are timed again
 PLAIN_VALID_STEPS = 16  # drafted steps after a plain one that leave `Costs.plain` as measured
-ESTIMATED_STEP_WEIGHT = 0.25  # of a drafted step that did not run: its seconds are estimated
+ESTIMATED_STEP_WEIGHT = 0.25  # in the fit, of the drafted step estimated at each plain step
 
 
 class Size(NamedTuple):
@@ -33,7 +33,7 @@ class Size(NamedTuple):
 class Trial(NamedTuple):
     """A tree to time: nodes, root included, and whether all levels are grown, or only the first.
 
-    0 nodes: plain decoding.
+    0 nodes: plain decoding. 1 node: the head runs, but drafts nothing.
     """
 
     nodes: int
@@ -55,7 +55,7 @@ def fastest(steps: list[tuple[Size, float]]) -> float:
 
 
 def trial_seconds(trials: Trials) -> float:
-    """Return the seconds of all trials, without what the first of a size compiles or captures."""
+    """Return the seconds of all trials, without compilation or capture in the first of a size."""
     return sum(len(steps) * fastest(steps) for steps in trials.values())
 
 
@@ -71,7 +71,7 @@ class Costs:
 
     def __init__(self, plain: float, base: float, level: float = 0.0, node_seconds: Iterable[float] = (0.0,)):
         """node_seconds: of the first drafted node, of the second, and so on."""
-        self.plain, self.measured_plain = plain, plain  # at present, and in the trials
+        self.plain, self.measured_plain = plain, plain  # present, in the trials
         self.base, self.level, self.node_seconds = base, level, [*node_seconds]
         self.cumulative = [0.0, *accumulate(self.node_seconds)]
         self.prior_weight = PRIOR_FIT_STEPS * self._node_seconds(MAX_FLAT_NODES) ** 2
@@ -121,7 +121,7 @@ class Costs:
         return cls(plain, base, 0.0, [*node_seconds, MAX_SLOWDOWN * plain])
 
     def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
-        """Return costs between these and `other`, for another batch size. scale: of the nodes."""
+        """Return costs between these and `other`, for another batch size. scale: factor of `node_seconds`."""
         def current(c: Costs) -> list[float]:
             return [c.plain, c.load_factor * c.base, c.load_factor * c.level] + [
                 c.node_load_factor * x * scale for x in c.node_seconds
@@ -155,7 +155,7 @@ class Costs:
         return self.seconds(size, head) / self.plain
 
     def marginal(self, speed: float, shape: TreeShape, confidence: list[float]) -> MarginalCosts:
-        """Return costs in tokens. speed: tokens emitted in the time of a plain step."""
+        """Return costs in tokens. speed: tokens emitted in the time of a plain step. confidence: by slot."""
         rate = speed / self.plain
         nodes = [rate * self.node_load_factor * node for node in self.node_seconds[: shape.nodes - 1]]
         nodes += [math.inf] * (shape.nodes - 1 - len(nodes))

@@ -9,7 +9,7 @@ from helpers.states import paths
 from drafters.static import PathTree
 from engine.step import Step
 from schedulers.marginal_costs import MarginalCosts
-from tree import Growth, TreeShape, prune_candidates
+from tree import CandidateTree, TreeShape, prune_candidates
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -19,7 +19,8 @@ def grow(shape: TreeShape, draw, root: int):
     Returns (Tree, set of paths kept by brute force).
     """
     beam = newest = nodes = [((t,), s) for s, t in draw(())]  # candidates in flat order
-    growth = Growth(shape, torch.tensor([[s for _, s in nodes]]), torch.tensor([[t for (t,), _ in nodes]]))
+    scores, tokens = [s for _, s in nodes], [t for (t,), _ in nodes]
+    growth = CandidateTree(shape, torch.tensor([scores]), torch.tensor([tokens]))
     for level in range(shape.depth):
         if level:
             growth.advance()

@@ -18,24 +18,24 @@ ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that
 MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former belongs to vocab.json
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-# For conversations with tools: where transformers looks for it, and in converted folders, which are flat.
+# For conversations with tools: transformers' path, and that in converted folders, which are flat.
 TOOL_TEMPLATES = ("additional_chat_templates/tool_use.jinja", "tool_use.jinja")
 # vocab.json is copied as a tokenizer.json.
 COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATE_FILES, *TOOL_TEMPLATES)
 TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
-END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # a model that has both ends thoughts with the first
+END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # with both, the first ends the reasoning
 END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
     "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
     "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
     END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
-# Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
+# Default settings of tokenizer classes, as in transformers 5.
 VOCAB_JSON_DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
 SPACE = "▁"  # how sentencepiece spells a space
-MAX_GAPS = 1 << 16  # ids that stand for nothing, below the highest
+MAX_GAPS = 1 << 16  # maximum number of unused ids below the highest
 SPECIAL_TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKEN_KEYS = ("additional_special_tokens", "extra_special_tokens")
@@ -95,7 +95,7 @@ def special_tokens_map(settings: dict) -> dict[str, str]:
 
 
 def listed_tokens(settings: dict) -> list[str]:
-    """Return the texts of the special tokens that stand in lists of the settings."""
+    """Return the texts of the special tokens in lists of the settings."""
     lists = (found for found in map(settings.get, EXTRA_TOKEN_KEYS) if isinstance(found, list))
     return [text for found in lists for text in map(_text, found) if text]
 
@@ -183,14 +183,14 @@ def decoder_of(model: tokenizers.Tokenizer, path: Path) -> Decoder:
 
 
 class Template(NamedTuple):
-    """A chat template, None if there is none, and the file that it stands in."""
+    """A chat template, None if there is none, and its file."""
 
     text: str | None
     file: Path
 
 
 def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
-    """Return the chat templates of a folder without and with tools; they are one if it has only one.
+    """Return the chat templates of a folder, without and with tools; twice the same if it has only one.
 
     settings: of `tokenizer_settings`. Raises InputError if a file is damaged.
     """

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from common.errors import library_errors
 from common.files import check_file
 from tokens.files import listed_tokens, special_tokens_map
-from tokens.tokenizer import Finder, piece_bytes
+from tokens.tokenizer import AddedTokenFinder, piece_bytes
 
 
 class SentencePieceBackend:
@@ -47,8 +47,8 @@ class SentencePieceBackend:
         # Of all tokens the leftmost and longest wins. The library finds no token after its pieces.
         self.control = {token.content: i for i, token in added.items() if token.special}
         text = {token.content: i for i, token in added.items() if not token.special}
-        self.finder = Finder(added.values(), self.control | text)
-        self._text_finder = Finder(map(added.get, text.values()), text)
+        self.finder = AddedTokenFinder(added.values(), self.control | text)
+        self._text_finder = AddedTokenFinder(map(added.get, text.values()), text)
         self.id_of = (known | {token.content: i for i, token in self.added.items()}).get
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none

@@ -20,7 +20,7 @@ from common.errors import InputError, one_line
 from tokens.files import Template
 
 PLAIN_KEYS, ROLES = {"role", "content"}, ("system", "user", "assistant")
-MAX_SPLIT = 64  # ends of control tokens up to this long are hidden at a message's start, too
+MAX_SPLIT = 64  # maximum length of control tokens whose ends are hidden at a message's start
 
 
 def normalize_messages(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
@@ -89,7 +89,7 @@ class ControlTokenMask:
         self._ends = {t[i:] for t in control if len(t) <= MAX_SPLIT for i in range(1, len(t))}
         self._hidden = sorted({text[0] for texts in (control, self._ends) for text in texts})
         self._used = set(template).union(*control)
-        # Sorted, tokens that start alike stand together: the regular expression tests their start once.
+        # Grouped by first character, so that the regular expression tests it once.
         groups = ("|".join(map(re.escape, words)) for _, words in groupby(sorted(control), lambda t: t[0]))
         self._pattern = re.compile("(?=" + ("|".join(f"(?:{words})" for words in groups) or "(?!)") + ")")
 
@@ -104,7 +104,7 @@ class ControlTokenMask:
         masks = {hidden: next(free) for hidden in self._hidden}
 
         def masked(value):
-            if hasattr(value, "changed"):  # `tokens.messages: Arguments`
+            if hasattr(value, "changed"):  # `tokens.messages.Arguments`
                 return value.changed(masked)
             if isinstance(value, dict):
                 return {masked(key): masked(v) for key, v in value.items()}

@@ -24,12 +24,12 @@ from common.errors import InputError, library_errors
 from extensions import CHAT_TEMPLATES, STOP_TEXTS, TOKENIZER_FILES, load
 from tokens import files
 
-# Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
+# Texts are encoded one at a time. A thread pool would take cores from decoding and breaks after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class PromptTooLong(InputError):
-    """A text has more tokens than fit in the context. The message gives their number."""
+    """A prompt does not fit in the context. The message gives its length."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -57,8 +57,8 @@ def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
     return piece.replace(files.SPACE, " ").encode()
 
 
-class Finder:
-    """Finds added tokens in a text as the library does. ids: text -> id of the tokens to find."""
+class AddedTokenFinder:
+    """Finds added tokens in a text as `tokenizers` does. ids: text -> id of the tokens to find."""
 
     def __init__(self, tokens: Iterable[AddedToken], ids: dict[str, int], normalizer=None):
         # The text between two added tokens is one unknown token.
@@ -106,7 +106,7 @@ class JsonBackend:
         copy.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
         model.encode_special_tokens = True
         self.control = {t.content: i for i, t in self.added.items() if t.special and t.content}
-        self.finder = Finder(self.added.values(), self.control, model.normalizer)
+        self.finder = AddedTokenFinder(self.added.values(), self.control, model.normalizer)
         self._placeholders = {i: f"\ue000{nonce}:{i}\ue001" for i in self.control.values()}
         model.add_tokens([AddedToken(text, normalized=False) for text in self._placeholders.values()])
         self._originals = {model.token_to_id(placeholder): i for i, placeholder in self._placeholders.items()}
@@ -120,7 +120,7 @@ class JsonBackend:
         return model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
-        """Encode a text in which only these spans (of `Finder.find`) are special tokens; others stay text.
+        """Encode a text in which only these spans (start, end, id) are special tokens.
 
         A placeholder that occurs in no text replaces each span.
         """
@@ -140,8 +140,7 @@ class JsonBackend:
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    vocab_size: one more than the highest id; a model's embedding may have more rows. Some ids below
-    it may be unused.
+    vocab_size: one more than the highest id. Ids may be unused; a model's embedding may have more rows.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
@@ -203,12 +202,11 @@ class Tokenizer:
     def chat(self, messages: list[dict], **variables) -> list[int]:
         """Apply the chat template and return the token ids, ending with the generation prompt.
 
-        messages: {"role", "content"} dictionaries, in any form that `tokens.messages: ready` reads. BOS is
-        there if the template writes it. The template gets `variables`, such as `enable_thinking`, or
-        `add_generation_prompt=False` for a conversation that ends with an answer.
-        `continue_final_message=True`, or "prefix": true in the last message, cuts the text after it.
-        Nothing in messages or variables becomes a control token. Raises InputError if there is no template,
-        it refuses the messages, or a content is no text.
+        messages: {"role", "content"} dictionaries, in any form that `tokens.messages.ready` reads. Only the
+        template adds BOS. It gets `variables`, such as `enable_thinking`, or `add_generation_prompt=False`
+        for a conversation that ends with an answer. `continue_final_message=True`, or "prefix": true in the
+        last message, cuts the text after that message. Nothing in messages or variables becomes a control
+        token. Raises InputError if there is no template, it rejects the messages, or a content is not text.
         """
         normalized = load(CHAT_TEMPLATES).normalize_messages(messages, variables)
         (masked_messages, masked_variables), originals = self._mask.hide(normalized)
@@ -232,7 +230,7 @@ class Tokenizer:
         return load(CHAT_TEMPLATES).ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
-        """Return the text of some ids; bytes that are no UTF-8 become U+FFFD. shown: see `stream`."""
+        """Return the text of some ids; invalid UTF-8 becomes U+FFFD. shown: see `stream`."""
         stream = self.stream(shown)
         return stream.push(ids) + stream.flush()
 
@@ -246,7 +244,7 @@ class Tokenizer:
         return load(STOP_TEXTS).StopStream(stream, stops, limits) if stops or limits else stream
 
     def piece_or_name(self, i: int) -> bytes:
-        """Return the bytes of an id; of a control token, its name."""
+        """Return the bytes of an id, or the name of a control token."""
         return self._names.get(i) or self.piece(i)
 
     def _bytes_of(self, i: int) -> bytes:
@@ -288,7 +286,7 @@ class TextStream:
         return self.push(ids), len(ids), None
 
     def flush(self) -> str:
-        """Return the text that still waits: U+FFFD for a character that was never completed, else nothing."""
+        """Return the end of the text: U+FFFD for an incomplete character, else nothing."""
         return self._utf8.decode(b"", final=True)
 
 

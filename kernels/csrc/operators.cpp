@@ -260,20 +260,20 @@ std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const
   return {logits(x, lm_head, std::get<4>(network)), features};
 }
 
-// Run the head on the n_new [B] tokens, at most W, with unread features [B, R, F], see engine/draft.py: catch_up.
+// Run the head on the n_unread [B] tokens, at most W, with unread features [B, R, F], see engine/draft.py: catch_up.
 // Returns its output at the last committed token [B, 1, H]. text [B, S], length [B], n live slots; fuse: the layer
 // over features, with `columns` outputs.
-Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, const Tensor& unread, int64_t W, int64_t n,
-                const Operands& fuse, int64_t columns, const Head& weights) {
+Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_unread, const Tensor& unread, int64_t W,
+                int64_t n, const Operands& fuse, int64_t columns, const Head& weights) {
   const int64_t B = length.size(0), S = text.size(1);
-  const int64_t T = std::clamp<int64_t>(*std::max_element(&n_new[0], &n_new[B]), 1, W);
+  const int64_t T = std::clamp<int64_t>(*std::max_element(&n_unread[0], &n_unread[B]), 1, W);
   const Longs tokens({B, T}), positions({B, T}), last({B, 1});
   const Flags visible({B, T, n});
   for (int64_t b = 0; b < B; b++) {
     // A frozen sequence may have more than W unread tokens.
-    last[b] = std::clamp<int64_t>(n_new[b] - 1, 0, T - 1);
+    last[b] = std::clamp<int64_t>(n_unread[b] - 1, 0, T - 1);
     for (int64_t i = b * T; i < b * T + T; i++) {
-      positions[i] = length[b] - n_new[b] + i % T;
+      positions[i] = length[b] - n_unread[b] + i % T;
       tokens[i] = text[b * S + std::min(positions[i] + 1, S - 1)];
       const int64_t seen = std::clamp<int64_t>(positions[i] + 1, 0, n);
       std::fill(std::fill_n(&visible[i * n], seen, true), &visible[i * n] + n, false);
@@ -332,12 +332,12 @@ std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, cons
 }
 
 // The whole draft of an EAGLE-3 head: `catch_up`, then `grow`.
-std::tuple<TreeFields, int64_t> draft(const Longs& text, const Longs& n_new, const Tensor& unread, int64_t W,
+std::tuple<TreeFields, int64_t> draft(const Longs& text, const Longs& n_unread, const Tensor& unread, int64_t W,
                                       const Operands& fuse, int64_t columns, const Longs& root, const Longs& length,
                                       int64_t n, int64_t T, int64_t depth, int64_t width, const CostFields& costs,
                                       const LmHead& lm_head, const Maybe& noise, const Longs& draft_ids,
                                       const Head& weights) {
-  const Tensor last = catch_up(text, length, n_new, unread, W, n, fuse, columns, weights);
+  const Tensor last = catch_up(text, length, n_unread, unread, W, n, fuse, columns, weights);
   return grow(last, root, length, n, T, depth, width, costs, lm_head, noise, draft_ids, weights);
 }
 

@@ -20,7 +20,7 @@ class Machine:
     """
 
     def __init__(self, tuner: Tuner, temperature: float = 0.0, **seconds):
-        self.tuner, self.draw, self.noisy = tuner, random.Random(0), temperature > 0
+        self.tuner, self.draw, self.sampled = tuner, random.Random(0), temperature > 0
         self.request = Request([1] * 20, Sampling(temperature=temperature))
         self.tuner.start(self.request)
         self.seconds = {"plain": 10.0, "head": 1.0, "level": 0.5, "node": 0.3} | seconds
@@ -48,7 +48,7 @@ class Machine:
         seconds = s["plain"] + (size.nodes - 1) * s["node"]
         if choice:
             seconds += s["head"] + size.levels * s["level"]
-        of = 1, self.noisy, size, choice is not None
+        of = 1, self.sampled, size, choice is not None
         relative_cost = self.tuner.relative_cost(*of)
         self.tuner.add(*of, seconds / 1000 * self.draw.uniform(0.95, 1.05))
         expected = choice and sum(chance ** (i + 1) for i, chance in enumerate(path))
@@ -164,8 +164,8 @@ def test_other_numbers_of_sequences():
         size = Size(cost_model.MAX_FLAT_NODES, 1)
         tuner._costs[count, False] = Costs(10.0 * count, 12.0 * count, 1.0 * count, [0.5 * count] * 31)
         tuner._measured.add((count, False))
-    for count, noisy in ((4, False), (4, True)):
-        assert tuner.costs(count, noisy).seconds(size, True) == pytest.approx(15.0 * count)
+    for count, sampled in ((4, False), (4, True)):
+        assert tuner.costs(count, sampled).seconds(size, True) == pytest.approx(15.0 * count)
     more = tuner.costs(12, False)
     assert [more.seconds(s, True) for s in (Size(1, 0), size)] == pytest.approx([72, 72 + 6 + 24])
 

@@ -110,7 +110,7 @@ def test_frozen_sequences_do_not_change(name):
         }
         with runner.frozen(), torch.no_grad():
             for one in (drafter, runner.plain):
-                runner.step(runner.slot_range(0, 3), runner.live_slots(120), one, Modes(noisy=True))
+                runner.step(runner.slot_range(0, 3), runner.live_slots(120), one, Modes(sampled=True))
         now = dict([*engine.state.named_buffers(), *drafter.named_buffers()])
         changed = [name for name, before in kept.items() if not torch.equal(before, now[name])]
         assert kept and not changed

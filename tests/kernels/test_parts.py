@@ -13,7 +13,7 @@ from engine.state import State
 from engine.step import Step
 from model import ModelArgs
 from schedulers.marginal_costs import MarginalCosts
-from tree import Growth, Tree, TreeShape
+from tree import CandidateTree, Tree, TreeShape
 
 pytestmark = pytest.mark.kernels
 
@@ -49,14 +49,14 @@ def test_visible_slots(both, n):
 
 
 @pytest.mark.parametrize("V", (7, 4096, 9001))
-@pytest.mark.parametrize("noisy", (False, True))
-def test_draw(both, V, noisy):
+@pytest.mark.parametrize("sampled", (False, True))
+def test_draw(both, V, sampled):
     logits, depth = random(2, 5, V), torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 3, 1]])
     logits[0, 0, 5] = logits[0, 0, 3::16] = 9.0  # ties: the first, beside it and in the same lane
     logits[1, 2, ::2] = logits[1, 3] = float("-inf")
-    noise = random(2, 4, V, seed=1) if noisy else None
+    noise = random(2, 4, V, seed=1) if sampled else None
     defined, found = both(call("draw"), logits, noise, depth)
-    assert torch.equal(defined, found) and (noisy or found[0, 0] == 3) and found[1, 3] == 0
+    assert torch.equal(defined, found) and (sampled or found[0, 0] == 3) and found[1, 3] == 0
 
 
 @pytest.mark.parametrize("V, k", ((7, 7), (320, 4), (4097, 10), (9001, 60)))
@@ -73,13 +73,13 @@ def test_rank(both, V, k, rows):
 def test_extend(both, k):
     """Three levels of a growth: the same candidates and beams, and the same rows they came from."""
     def grow(step) -> list:
-        growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
+        growth, found = CandidateTree(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
         for level in range(3):
             children = random(3, k, k, seed=level + 1), integers(99, (3, k, k), level)
             growth.extend(*children)
             if level < 2:
                 row = step.advance(growth)
-                found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
+                found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_index, growth.beam_mask]
             found += growth.candidates
         return found
 
@@ -131,7 +131,7 @@ def test_prune_and_accept(both, shape, priced):
         def children(*size):
             return -integers(4, size, next(draw)).float(), integers(6, size, next(draw))
 
-        growth = Growth(shape, *children(B, k))
+        growth = CandidateTree(shape, *children(B, k))
         for level in range(shape.depth):
             if level:
                 growth.advance()
