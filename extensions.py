@@ -66,6 +66,7 @@ TREE_FILES = "drafters.static:read_paths"  # reads --tree FILE
 STATIC_HEAD = "drafters.static:StaticHeadDrafter"
 # Target classes by the config field that selects them. The first field that is set wins, so order matters.
 TARGETS = {
+    "feature_size": "networks.pard2:Pard2",  # a draft model
     "latent_rank": "families.latent:Latent", "mamba": "families.mamba:Mamba",
     **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
     "sinks": "families.gpt_oss:GptOss", "biases": "families.gpt_oss:GptOss",

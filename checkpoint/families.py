@@ -334,7 +334,7 @@ LFM2 = ExtendedFamily(
     required={"block_use_swiglu": True, "use_pos_enc": True}, read=short_conv.conv_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
-    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl": _extended(
+    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl gguf:qwen2vl": _extended(
         "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM qwen3 gguf:qwen3": _extended("Qwen3ForCausalLM"),
     "MistralForCausalLM mistral MinistralForCausalLM ministral Mistral3ForConditionalGeneration"

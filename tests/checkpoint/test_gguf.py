@@ -212,7 +212,7 @@ def comparable(config: dict) -> dict:
     ("Phi-4-mini", "phi3"), ("Gemma 2", "gemma2"), ("SmolLM3", "smollm3"), ("OLMo 2", "olmo2"),
     ("LFM2", "lfm2"), ("LFM2-MoE", "lfm2moe"), ("Granite 3", "granite"), ("Granite 4", "granite"),
     ("OLMo 3", "olmo2"), ("Qwen3-VL", "qwen3vl"), ("Qwen3-Omni", "qwen3vlmoe"), ("Mistral Small 3", "llama"),
-    ("GLM-4-0414", "glm4"), ("GLM-4.7-Flash", "deepseek2"),
+    ("GLM-4-0414", "glm4"), ("GLM-4.7-Flash", "deepseek2"), ("Qwen2.5-VL", "qwen2vl"),
     *((f"Gemma 4 {size}", "gemma4") for size in ("E2B", "31B", "26B-A4B")), ("Ministral 3", "mistral3"),
     ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),

@@ -100,6 +100,10 @@ BAD_TARGETS = {
     "queries and keys with a limit": (folder_with("Olmo2", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
     "values of another size than keys": (
         folder_with("Glm4MoeLite", q_lora_rank=8, v_head_dim=16), "v_head_dim 16 is not supported"),
+    "a projection of other features": (folder_with(
+        add={"target_proj.weight": torch.zeros(32, 60)}, pard2_target_layers=[-1, -2], pard2_target_dim=64),
+        "[32, 60] does not fit pard2_target_layers [-1, -2]"),
+    "Mamba layers with one mixer each": (folder_with("NemotronH"), "NemotronHForCausalLM"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
     "experts quantized otherwise": (
         folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),
