@@ -89,7 +89,8 @@ CLASS_FIELDS = {
     "target": TARGETS,
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
-    "mtp": {"global_head_dim": "networks.assistant:AssistantHead"},
+    "mtp": {"global_head_dim": "networks.assistant:AssistantHead",
+            "latent_rank": "networks.mtp:LatentMtpHead"},
     "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},
 }
 # KV caches of `--kv` for PyTorch's step; kernels have their own.

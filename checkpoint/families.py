@@ -171,7 +171,7 @@ class ExtendedFamily(Family):
         found = self._all_tensors(source, config)
         if SCALES in found:
             config["quantization"] = Scheme(None, 0, None, MXFP4).to_config()
-        return {name: entry for name, entry in found.items() if not (self.hybrid and name.startswith(MTP))}
+        return {name: entry for name, entry in found.items() if not name.startswith(MTP)}
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
@@ -187,18 +187,19 @@ class ExtendedFamily(Family):
         return reordered(tensors, config, self.neighbors) if reorder else tensors
 
     def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
-        """Return the MTP layer of a hybrid. An unknown kind of layer is skipped with a warning."""
-        found = self._all_tensors(source, config) if self.hybrid else {}
+        """Return the MTP layer. An unknown kind of layer is skipped with a warning."""
+        found = self._all_tensors(source, config)
         if not (mtp := {name: entry for name, entry in found.items() if name.startswith(MTP)}):
             return {}
         left_out = "delta_", "stop_ids", "bos_id", "architecture"
-        fields = {k: v for k, v in config.items() if not k.startswith(left_out)} | {
-            "kind": "mtp", "num_layers": 1, "delta_layers": [0], "target_hidden_size": config["hidden_size"],
+        own = {"delta_layers": [0]} if self.hybrid else {"dense_layers": 0}
+        fields = {k: v for k, v in config.items() if not k.startswith(left_out)} | own | {
+            "kind": "mtp", "num_layers": 1, "target_hidden_size": config["hidden_size"],
             "draft_vocab_size": config["vocab_size"], "aux_layers": [config["num_layers"]],
             "own_embedding": False, "own_lm_head": False, "tie_embeddings": False,
         }
         try:
-            plan = plan_tensors(source, fields, mtp_names(self.names), mtp, dtype)
+            plan = plan_tensors(source, fields, mtp_names(self.names), mtp, dtype, self.stacks)
         except InputError as e:
             log_stderr(f"warning: the MTP layer is left out: {e}")
             return {}
