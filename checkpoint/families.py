@@ -22,20 +22,18 @@ from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
     DENSE,
     LAYER,
-    STACKS,
     Family,
     NameTable,
     Parts,
     hugging_face,
     rope_of,
 )
-from checkpoint.hybrid import hybrid_fields, rearranged
+from checkpoint.hybrid import DELTA_STACKS, HYBRID, hybrid_fields, rearranged
 from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
 from common.cli import log_stderr
 from common.errors import InputError
 from kernels.quantized import MXFP4, Scheme
-from model import ModelArgs
 
 SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}
@@ -76,29 +74,12 @@ GPT_OSS: NameTable = MIXTURE | {
     "mlp.gate_up_bias": [f"mlp.experts.{{e}}.{x}_proj.bias" for x in ("gate", "up")],
     "mlp.down_bias": ["mlp.experts.{e}.down_proj.bias"],
 }
-HYBRID: NameTable = {  # the names that `checkpoint.hybrid` gives to tensors
-    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
-    "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
-    "w_out.weight": ["linear_attn.out_proj.weight"],
-    "taps": ["linear_attn.conv1d.weight"],
-    "log_decay": ["linear_attn.A_log"],
-    "step_bias": ["linear_attn.dt_bias"],
-    "out_scale": ["linear_attn.norm.weight"],
-}
 SHARED_EXPERT: NameTable = {
     **{name.replace("mlp.", "mlp.routed."): sources for name, sources in MIXTURE.items()},
     "mlp.shared.w_gate_up.weight": [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.shared.w_down.weight": ["mlp.shared_expert.down_proj.weight"],
     "mlp.gate.weight": ["mlp.shared_expert_gate.weight"],
 }
-
-
-def delta_rows(a: ModelArgs) -> tuple[int, ...]:
-    """Return the rows of q, k and v together, z, b and a of a gated delta net."""
-    return a.delta_width, a.delta_heads * a.delta_value_dim, a.delta_heads, a.delta_heads
-
-
-DELTA_STACKS = STACKS | {"w_in.": delta_rows}
 
 
 @dataclass(frozen=True)

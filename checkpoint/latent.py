@@ -64,7 +64,7 @@ def from_gguf(config: dict, rotary: int) -> dict:
     return {
         "qk_rope_head_dim": rotary, "qk_nope_head_dim": config["head_dim"] - rotary,
         "v_head_dim": config["head_dim"], "first_k_dense_replace": config.get("num_dense_layers"),
-        "partial_rotary_factor": None, "rope_scaling": config.get("rope_scaling"),
+        "partial_rotary_factor": None,
     }
 
 
