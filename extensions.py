@@ -67,6 +67,7 @@ TREE_FILES = "drafters.static:read_paths"  # reads --tree FILE
 STATIC_HEAD = "drafters.static:StaticHeadDrafter"
 # Target classes by the config field that selects them. The first field that is set wins, so order matters.
 TARGETS = {
+    "feature_size": "networks.pard2:Pard2",  # a draft model
     "latent_rank": "families.latent:Latent", "mamba": "families.mamba:Mamba",
     **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
     "sinks": "families.gpt_oss:GptOss", "biases": "families.gpt_oss:GptOss",
@@ -89,7 +90,8 @@ CLASS_FIELDS = {
     "target": TARGETS,
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
-    "mtp": {"global_head_dim": "networks.assistant:AssistantHead"},
+    "mtp": {"global_head_dim": "networks.assistant:AssistantHead",
+            "latent_rank": "networks.mtp:LatentMtpHead"},
     "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},
 }
 CHECK_KV = "kernels.choose:check_kv"

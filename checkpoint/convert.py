@@ -56,6 +56,7 @@ from tokens.tokenizer import Tokenizer
 
 # Architectures and head layouts that this file does not read itself.
 FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
+PARD2 = "checkpoint.pard2:read_projection"  # of draft models that read the target's features
 AS_STORED = "checkpoint.as_stored:as_stored"  # keeps quantized matrices as stored
 # Buffers of old checkpoints; they are computed from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
@@ -226,6 +227,8 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
     if (mask := source.config.get("pard_token")) is not None:  # a draft model, see `drafters.pard`
         config["pard_token"] = mask
     tensors = family.tensors(source, config)
+    if source.config.get("pard2_target_layers"):
+        names = names | extensions.load(PARD2)(source, config, tensors)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
         # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5

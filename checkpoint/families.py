@@ -22,20 +22,18 @@ from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
     DENSE,
     LAYER,
-    STACKS,
     Family,
     NameTable,
     Parts,
     hugging_face,
     rope_of,
 )
-from checkpoint.hybrid import hybrid_fields, rearranged
+from checkpoint.hybrid import DELTA_STACKS, HYBRID, hybrid_fields, rearranged
 from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
 from common.cli import log_stderr
 from common.errors import InputError
 from kernels.quantized import MXFP4, Scheme
-from model import ModelArgs
 
 SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}
@@ -76,29 +74,12 @@ GPT_OSS: NameTable = MIXTURE | {
     "mlp.gate_up_bias": [f"mlp.experts.{{e}}.{x}_proj.bias" for x in ("gate", "up")],
     "mlp.down_bias": ["mlp.experts.{e}.down_proj.bias"],
 }
-HYBRID: NameTable = {  # the names that `checkpoint.hybrid` gives to tensors
-    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
-    "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
-    "w_out.weight": ["linear_attn.out_proj.weight"],
-    "taps": ["linear_attn.conv1d.weight"],
-    "log_decay": ["linear_attn.A_log"],
-    "step_bias": ["linear_attn.dt_bias"],
-    "out_scale": ["linear_attn.norm.weight"],
-}
 SHARED_EXPERT: NameTable = {
     **{name.replace("mlp.", "mlp.routed."): sources for name, sources in MIXTURE.items()},
     "mlp.shared.w_gate_up.weight": [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.shared.w_down.weight": ["mlp.shared_expert.down_proj.weight"],
     "mlp.gate.weight": ["mlp.shared_expert_gate.weight"],
 }
-
-
-def delta_rows(a: ModelArgs) -> tuple[int, ...]:
-    """Return the rows of q, k and v together, z, b and a of a gated delta net."""
-    return a.delta_width, a.delta_heads * a.delta_value_dim, a.delta_heads, a.delta_heads
-
-
-DELTA_STACKS = STACKS | {"w_in.": delta_rows}
 
 
 @dataclass(frozen=True)
@@ -171,7 +152,7 @@ class ExtendedFamily(Family):
         found = self._all_tensors(source, config)
         if SCALES in found:
             config["quantization"] = Scheme(None, 0, None, MXFP4).to_config()
-        return {name: entry for name, entry in found.items() if not (self.hybrid and name.startswith(MTP))}
+        return {name: entry for name, entry in found.items() if not name.startswith(MTP)}
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
@@ -187,18 +168,19 @@ class ExtendedFamily(Family):
         return reordered(tensors, config, self.neighbors) if reorder else tensors
 
     def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
-        """Return the MTP layer of a hybrid. An unknown kind of layer is skipped with a warning."""
-        found = self._all_tensors(source, config) if self.hybrid else {}
+        """Return the MTP layer. An unknown kind of layer is skipped with a warning."""
+        found = self._all_tensors(source, config)
         if not (mtp := {name: entry for name, entry in found.items() if name.startswith(MTP)}):
             return {}
         left_out = "delta_", "stop_ids", "bos_id", "architecture"
-        fields = {k: v for k, v in config.items() if not k.startswith(left_out)} | {
-            "kind": "mtp", "num_layers": 1, "delta_layers": [0], "target_hidden_size": config["hidden_size"],
+        own = {"delta_layers": [0]} if self.hybrid else {"dense_layers": 0}
+        fields = {k: v for k, v in config.items() if not k.startswith(left_out)} | own | {
+            "kind": "mtp", "num_layers": 1, "target_hidden_size": config["hidden_size"],
             "draft_vocab_size": config["vocab_size"], "aux_layers": [config["num_layers"]],
             "own_embedding": False, "own_lm_head": False, "tie_embeddings": False,
         }
         try:
-            plan = plan_tensors(source, fields, mtp_names(self.names), mtp, dtype)
+            plan = plan_tensors(source, fields, mtp_names(self.names), mtp, dtype, self.stacks)
         except InputError as e:
             log_stderr(f"warning: the MTP layer is left out: {e}")
             return {}
@@ -334,7 +316,7 @@ LFM2 = ExtendedFamily(
     required={"block_use_swiglu": True, "use_pos_enc": True}, read=short_conv.conv_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
-    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl": _extended(
+    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl gguf:qwen2vl": _extended(
         "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM qwen3 gguf:qwen3": _extended("Qwen3ForCausalLM"),
     "MistralForCausalLM mistral MinistralForCausalLM ministral Mistral3ForConditionalGeneration"

@@ -174,8 +174,12 @@ def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
                          " NAME-00001-of-00002.gguf")
     parts = [read_gguf(path.with_name(f"{named[1]}{i:05}{named[2]}")) for i in range(1, count + 1)]
     stored = {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
-    if len(stored) != (expected := parts[0][0].get("split.tensors.count", len(stored))):
-        raise InputError(f"{path}: its parts hold {len(stored)} tensors, expected {expected}; download again")
+    held = sum(len(tensors) for _, tensors in parts)
+    expected = parts[0][0].get("split.tensors.count", len(stored))
+    marked = [(one.get("split.no"), one.get("split.count")) for one, _ in parts]
+    if marked != [(i, count) for i in range(count)] or not len(stored) == held == expected:
+        raise InputError(f"{path}: its parts are not those of one file: {held} tensors, expected {expected};"
+                         " download all again")
     return parts[0][0], stored
 
 

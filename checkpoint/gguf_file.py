@@ -24,6 +24,7 @@ from kernels.stored import numbers
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
            12: "<f8"}
 TEXT, ARRAY = 8, 9
+UNSUPPORTED = "Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "F64"  # package gguf does not dequantize them
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,28 @@ def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
         if len({name for name, *_ in entries}) != tensors:
             raise ValueError("two tensors have one name")
         alignment = fields.get("general.alignment", 32)
-        start = cursor.at + -cursor.at % alignment
+        start, end = cursor.at + -cursor.at % alignment, 0
+        for name, *entry, offset in sorted(entries, key=lambda one: one[-1]):
+            if offset != end:
+                raise ValueError(f"tensor {name} begins at byte {offset} of the data, expected {end}")
+            end += -(-_size(*entry)[2] // alignment) * alignment
         return fields, {name: _tensor(cursor.data, sizes, kind, start + offset)
                         for name, sizes, kind, offset in entries}
 
 
-def _tensor(data: mmap.mmap, sizes: list[int], kind: int, offset: int) -> GGUFTensor:
-    """sizes: inputs first, as in the file."""
+def _size(sizes: list[int], kind: int) -> tuple:
+    """Return the type, the shape and the bytes of a tensor. sizes: inputs first, as in the file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kind, shape = GGMLQuantizationType(kind), tuple(sizes[::-1])
+    if kind.name in UNSUPPORTED:
+        raise ValueError(f"type {kind.name} of a tensor is not supported")
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not shape or shape[-1] % block:
         raise ValueError(f"a tensor of shape {list(shape)} is not made of blocks of {block}")
-    stored = *shape[:-1], shape[-1] // block * block_bytes
-    return GGUFTensor(kind, shape, np.frombuffer(data, np.uint8, math.prod(stored), offset).reshape(stored))
+    return kind, shape, math.prod(shape) // block * block_bytes
+
+
+def _tensor(data: mmap.mmap, sizes: list[int], kind: int, offset: int) -> GGUFTensor:
+    kind, shape, count = _size(sizes, kind)
+    return GGUFTensor(kind, shape, np.frombuffer(data, np.uint8, count, offset).reshape(*shape[:-1], -1))

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint.dense import STACKS, NameTable
 from checkpoint.rotary import each_head, rotary_first
 from checkpoint.source import Entry
 from common.errors import InputError
+from model import ModelArgs
 
 DELTA = {  # keys -> fields of ModelArgs, and transformers' defaults
     "linear_num_value_heads": ("delta_heads", 32), "linear_num_key_heads": ("delta_key_heads", 16),
@@ -24,6 +26,23 @@ EXPECTED = {  # other keys, and the values that we compute
     "output_gate_type": ("swish", "silu"),
 }
 READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval"}
+HYBRID: NameTable = {  # the names that `rearranged` gives to tensors
+    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
+    "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
+    "w_out.weight": ["linear_attn.out_proj.weight"],
+    "taps": ["linear_attn.conv1d.weight"],
+    "log_decay": ["linear_attn.A_log"],
+    "step_bias": ["linear_attn.dt_bias"],
+    "out_scale": ["linear_attn.norm.weight"],
+}
+
+
+def delta_rows(a: ModelArgs) -> tuple[int, ...]:
+    """Return the rows of q, k and v together, z, b and a of a gated delta net."""
+    return a.delta_width, a.delta_heads * a.delta_value_dim, a.delta_heads, a.delta_heads
+
+
+DELTA_STACKS = STACKS | {"w_in.": delta_rows}
 
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:

@@ -22,6 +22,9 @@ LAYER: NameTable = {
     "mlp.shared.w_down.weight": ["mlp.shared_experts.down_proj.weight"],
 }
 
+MTP = {"eh_proj.weight": "fc.weight", "enorm.weight": "pre_fc_norm_embedding.weight",
+       "hnorm.weight": "pre_fc_norm_hidden.weight", "shared_head.norm.weight": "norm.weight"}
+
 
 def latent_rows(a: ModelArgs) -> tuple[int, ...]:
     """Return the rows of both vectors; the second one's include the rotary part of the keys."""
@@ -61,7 +64,7 @@ def from_gguf(config: dict, rotary: int) -> dict:
     return {
         "qk_rope_head_dim": rotary, "qk_nope_head_dim": config["head_dim"] - rotary,
         "v_head_dim": config["head_dim"], "first_k_dense_replace": config.get("num_dense_layers"),
-        "partial_rotary_factor": None, "rope_scaling": config.get("rope_scaling"),
+        "partial_rotary_factor": None,
     }
 
 
@@ -84,7 +87,7 @@ def _whole(fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors of all layers, without the MTP layer after them, rotary pairs as in `ModelArgs`.
+    """Return the tensors of all layers, those of the MTP layer as of Qwen's, rotary pairs as in `ModelArgs`.
 
     In files these channels are the last of a head, and pairs are neighbors.
     """
@@ -101,7 +104,13 @@ def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[st
         fits = rows is not None and entry.shape[0] == len(rows)  # others are reported with all shapes
         return entry.rows(rows) if fits else entry
 
-    layer = {name: re.match(r"(?:model\.layers|blk)\.(\d+)\.", name) for name in tensors}
-    return {name: entry(name, tensor) for name, tensor in _whole(fields, tensors).items()
-            if not name.startswith("mtp.") and not (
-                layer.get(name) and int(layer[name][1]) >= fields["num_layers"])}
+    mtp, found = f"model.layers.{fields['num_layers']}.", {}
+    for name, tensor in _whole(fields, tensors).items():
+        last = name.removeprefix(mtp)
+        if name.startswith(mtp):  # the MTP layer, and copies of the target's matrices
+            if last in ("embed_tokens.weight", "shared_head.head.weight"):
+                continue
+            name = "mtp." + MTP.get(last, f"layers.0.{last}")
+        if not name.startswith("blk."):  # these copies in a GGUF file
+            found[name] = entry(name, tensor)
+    return found

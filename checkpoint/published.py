@@ -109,8 +109,11 @@ def _order(entry: Entry | None, groups: int) -> Tensor | None:
 
 def _gptq(layer: Parts, said: dict) -> Layer:
     """The first version of the format stores zeros less 1."""
-    bits, (rows, N), groups = said["bits"], layer["qweight"].shape, layer["scales"].shape[0]
-    K, missing, order = rows * 32 // bits, int(said.get("checkpoint_format") != "gptq_v2"), layer.get("g_idx")
+    (rows, N), groups, order = layer["qweight"].shape, layer["scales"].shape[0], layer.get("g_idx")
+    bits, missing = 32 * layer["qzeros"].shape[1] // N, int(said.get("checkpoint_format") != "gptq_v2")
+    if bits not in METHODS["gptq"]["bits"] or (bits != said["bits"] and not said.get("dynamic")):
+        raise ValueError(f"has {bits} bits, its config says {said['bits']}")
+    K = rows * 32 // bits
     _expect(layer, qweight=(INTEGERS, (rows, N)), qzeros=(INTEGERS, (groups, N * bits // 32)),
             scales=(FLOATS, (groups, N)), g_idx=order and (INTEGERS, (K,)))
 
@@ -118,6 +121,8 @@ def _gptq(layer: Parts, said: dict) -> Layer:
         scale = layer["scales"].read().float().t()
         q = unpack(layer["qweight"].read().t(), bits)
         zeros = unpack(layer["qzeros"].read(), bits).t().float() + missing
+        if said.get("sym") and bool((zeros != 1 << bits - 1).any()):
+            raise ValueError(f"sym is true, but its zeros are not {1 << bits - 1}; check checkpoint_format")
         if bits == 8:
             q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
         return Codes(q, scale, scale * zeros)
@@ -217,6 +222,21 @@ def _layer(layer: Parts, said: dict) -> Layer:
     return (_integers if layer["weight"].dtype == torch.int8 else _float8)(layer, said)
 
 
+def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
+    """Raise ValueError if a layer contradicts its config, or lacks what that asks for."""
+    schemes = [one.get("weights") or {} for one in (said.get("config_groups") or {}).values()] or [said]
+    sizes, size = {one.get("group_size") for one in schemes}, whole.shape[1] // whole.groups
+    if size not in sizes and not said.get("dynamic") and all(n and n > 0 for n in sizes):
+        raise ValueError(f"has groups of {size} inputs, its config says {' or '.join(map(str, sizes))}")
+    lacks = {
+        "g_idx": not {"g_idx", "weight_g_idx"} & layer.keys() and whole.groups > 1
+        and all(one.get("desc_act") or one.get("actorder") == "group" for one in schemes),
+        "zero points": not whole.minima and all(one.get("symmetric") is False for one in schemes)}
+    for what, lacking in lacks.items():
+        if lacking:
+            raise ValueError(f"lacks {what}, for which its config asks")
+
+
 # Keys of the config of each method, and the values of them that we read. Others change what tensors mean.
 METHODS = {
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2", ""), "quant_method": ("gptq",)},
@@ -238,6 +258,8 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
     """
     key = next(key for key in QUANTIZATION if config.get(key))
     said = config[key]
+    if not isinstance(said, dict):
+        raise InputError(f"{path}: {key} is {json.dumps(said)[:60]}; expected an object")
     if (method := said.get("quant_method", "compressed-tensors")) not in METHODS:
         return config, tensors
     for name, known in METHODS[method].items():
@@ -258,6 +280,7 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
             continue
         with library_errors(f"{path}: {prefix}: not a layer of {method}"):
             whole = _layer(layer, said | {"quant_method": method})
+            _check_config(layer, whole, said)
             grouped = whole.grouped()
 
         def checked(read: Callable, *given, name=name):

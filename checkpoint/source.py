@@ -35,7 +35,8 @@ WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "*_lm_head.safetensors", "*_lm_head.pt", "model-00001-of-*.safetensors", "pytorch_model-00001-of-*.bin",
 )
-SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+PROJECTION_FILE = "warp_model.bin"  # of a PARD-2 draft model, see `checkpoint.pard2`
+SMALL_FILES = (CONFIG, "generation_config.json", PROJECTION_FILE, *TOKENIZER_FILES)
 # Files of other formats by suffix: their reader, and the function that says in words what a file holds.
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
 FILE_KINDS = "checkpoint.gguf:kind_of_file"
@@ -200,6 +201,8 @@ def _open_folder(path: Path) -> Source:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
     tensors = (_of_shards if name.endswith(".json") or "-of-" in name else _one_file)(path / name, load)
+    if (path / PROJECTION_FILE).is_file():
+        tensors |= _one_file(path / PROJECTION_FILE, load)
     if encoder := encoder_of(path):
         check_file(path / encoder)
     if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too

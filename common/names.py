@@ -8,7 +8,7 @@ from collections.abc import Iterable
 SCRIPTS = {"convert": "convert_checkpoint"}  # subcommands whose script has another name
 ALIASES = {  # names in other programs
     "--max-new-tokens": "--n-predict --predict", "--max-seq-len": "--ctx-size --max-model-len",
-    "--device": "-ngl --n-gpu-layers", "--slots": "-np --parallel --max-num-seqs",
+    "--device": "-ngl --n-gpu-layers", "--slots": "-np --parallel --max-num-seqs", "--seed": "-s",
     "int8": "w8a16", "w8a8": "q8_0 q8 q8_k q6_k q5_k_m q5_k_s q5_0 q5_1 int8-w8a8",
     "int4": "q4_0 q4_1 q4 q4_k_m q4_k_s iq4_nl iq4_xs w4a16 awq gptq nf4 q3_k_m q2_k", "fp8": "float8",
     "--interactive": "--chat -i -cnv --conversation",

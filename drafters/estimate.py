@@ -61,8 +61,8 @@ def phases(config: dict, conversations: int, answer: int, epochs: int, flops: fl
 
 
 def min_minutes(config: dict, answer: int, flops: float) -> int:
-    """Return the --minutes that four conversations and a training step take, half of them for the text."""
-    return math.ceil(120 * sum(phases(config, 4, answer, 1, flops).values()))
+    """Return the --minutes that eight conversations and a training step take, half of them for the text."""
+    return math.ceil(120 * sum(phases(config, 8, answer, 1, flops).values()))
 
 
 def expected_tau(tokens: float) -> float:

@@ -1,18 +1,22 @@
 """Draft models: one token a pass, or all levels of a tree in one pass (PARD).
 
 PARD (arXiv 2504.18583): a small model of the target's vocabulary that was trained to predict later tokens
-from mask tokens after the root. Its config.json names the mask token: `pard_token`.
+from mask tokens after the root. Its config.json names the mask token: `pard_token`. PARD-2 (arXiv 2605.08632)
+also reads the target's features of the token before each; mask tokens have those of the last known one.
 """
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from common.errors import InputError
 from drafters.block import OnePassDrafter, full_depth_tree
 from drafters.draft_model import DraftModel, load_drafter
-from engine.draft import last_unread
+from engine.draft import HeadDrafter, last_unread
 from engine.drafting import DrafterSetup
+from engine.state import State
 from model import Transformer
+from networks.pard2 import Pard2
 from tree import TreeShape, gather_tokens
 
 LEVELS = 8  # of the default tree
@@ -31,8 +35,58 @@ class Pard(OnePassDrafter, DraftModel):
     def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
         known = state.tokens.gather(1, positions[:, :W])
         tokens = torch.cat((known, known.new_full((len(known), self.block_rows), self.mask_id)), 1)
-        h, _ = self.model(tokens, positions, own, visible, self.caches)
+        h, _ = self.model(tokens, positions, own, visible, self.caches, **self.more_inputs(state, W))
         return torch.cat((gather_tokens(h, last_unread(state, W)), h[:, W:]), 1)
+
+    def more_inputs(self, state, W: int) -> dict:
+        """Return further arguments of the model for a pass over W tokens and the mask tokens."""
+        return {}
+
+
+class Pard2Drafter(Pard):
+    """A draft model that also reads the target's features (PARD-2).
+
+    norm: of the target's last output. last [B, F]: the features of the token before the next unread one.
+    """
+
+    buffers_by_slot = ("last",)
+
+    def __init__(self, model: Pard2, shape: TreeShape, coupled: bool = True, *, target: Transformer, **mask):
+        super().__init__(model, shape, coupled, **mask)
+        a, depth = model.args, target.args.num_layers
+        self.aux_layers = tuple(i + depth + 1 if i < 0 else i for i in a.feature_layers)
+        if a.feature_size != len(self.aux_layers) * target.args.hidden_size or not (
+                0 <= self.aux_layers[0] <= self.aux_layers[-1] <= depth):
+            raise InputError(f"--draft: reads features of {a.feature_size} numbers from layers"
+                             f" {list(a.feature_layers)}; the target has {depth} layers of"
+                             f" {target.args.hidden_size}; leave it out, or use its own target")
+        self.normed = target.args.hidden_size * (self.aux_layers[-1] == depth)
+        self.norm = (target.norm,)  # in a tuple: not its own
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().allocate(batch, slots, dtype, device)
+        last = torch.zeros(batch, self.model.args.feature_size, dtype=dtype, device=device)
+        self.register_buffer("last", last, persistent=False)
+
+    def own_features(self, features: Tensor) -> Tensor:
+        features = HeadDrafter.own_features(self, features)
+        if not self.normed:
+            return features
+        raw, last = features.split((features.shape[-1] - self.normed, self.normed), dim=-1)
+        return torch.cat((raw, self.norm[0](last.contiguous())), dim=-1)
+
+    def prefill(self, state: State, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        features, tokens = self.own_features(features), state.tokens.gather(1, positions)
+        before = torch.where(positions[:, :1] > 0, self.last, 0)[:, None]
+        self.last.copy_(features[:, -1])
+        self.model(tokens, positions, positions, visible, self.caches,
+                   features=torch.cat((before, features[:, :-1]), 1))
+
+    def more_inputs(self, state: State, W: int) -> dict:
+        features = self.own_features(state.features[:, :W])
+        last = gather_tokens(features, last_unread(state, W))
+        self.last.copy_(last[:, 0])
+        return {"features": torch.cat((features, last.expand(-1, self.block_rows, -1)), 1)}
 
 
 def build(setup: DrafterSetup) -> DraftModel:
@@ -40,5 +94,8 @@ def build(setup: DrafterSetup) -> DraftModel:
     (model, own), tree, coupled = load_drafter(setup), setup.tree, setup.options.coupled
     if (mask := own.get("pard_token")) is None:
         return DraftModel(model, tree, coupled)
-    usual = setup.options.tree in (None, "auto")
-    return Pard(model, full_depth_tree(tree, LEVELS) if usual else tree, coupled, mask_id=mask)
+    if setup.options.tree in (None, "auto"):
+        tree = full_depth_tree(tree, LEVELS)
+    if isinstance(model, Pard2):
+        return Pard2Drafter(model, tree, coupled, mask_id=mask, target=setup.target)
+    return Pard(model, tree, coupled, mask_id=mask)

@@ -150,7 +150,7 @@ class Runtime:
         _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
         if self.kv != "auto":
             extensions.load(extensions.CHECK_KV)(self.kv, self.on_cpu_kernels)
-        if self.compile:
+        if self.compile and not self.on_cpu_kernels:  # beside those nothing is compiled
             extensions.load(extensions.CONFIGURE_COMPILER)(self.autotune)
 
 

@@ -11,7 +11,6 @@ from common.errors import InputError
 from engine.runtime import TORCH_BACKEND, Backend
 from kernels.build import NoKernels
 from kernels.cpu import CpuBackend
-from kernels.float8 import Float8Caches
 
 
 def choose_backend(
@@ -66,7 +65,9 @@ def on_backend(target, ranks):
         raise InputError(f"--kv int8: not all layers of {target.checkpoint} run on our CPU kernels (fp16,"
                          " fp8, odd sizes); leave it out")
     if runtime.kv != "auto":  # else the one that `prepare` chose
-        model.Caches = target.backend.caches.get(runtime.kv) or Float8Caches  # PyTorch has those in fp8
+        from kernels.float8 import Float8Caches  # of PyTorch's step
+
+        model.Caches = target.backend.caches.get(runtime.kv, Float8Caches)
     return target
 
 

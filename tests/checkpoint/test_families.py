@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.decoding import alone, check_texts, decode, ids, requests
 from helpers.families import (
+    GLM_MTP,
     HYBRIDS,
     LLAMA3,
     TARGETS,
@@ -20,12 +21,12 @@ from helpers.families import (
     H,
     V,
     converted,
-    make_target,
     top_tokens,
 )
 from helpers.heads import add_heads
 from helpers.published import PUBLISHED, make_published
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from checkpoint.convert import convert, family_of
 from checkpoint.load import load_head, load_model, read_config
@@ -55,7 +56,7 @@ def engines_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     options = {"compile": False, "max_seq_len": 120, "batch": 3}
     engines = {"plain": Engine(target, **options), "lookup": Engine(target, NGram(), **options)}
     add_heads(tmp_path, folder, target.args.hidden_size, **of_head)
-    for kind in ("eagle", "eagle3", *["mtp"] * target.is_recurrent):
+    for kind in ("eagle", "eagle3", "mtp"):
         if (folder / kind).is_dir():
             head = load_head(folder / kind, target, kind)
             if target.backend:
@@ -240,16 +241,25 @@ def test_a_text_that_goes_on_is_not_read_again(folder, case):
         assert found.ids == ids(Engine(target, **options), [found.prompt], Sampling(20))[0]
 
 
-def test_mtp_layer(folder, tmp_path):
+@pytest.mark.parametrize("name", ("Qwen3.5", "GLM-4.7-Flash"))
+def test_mtp_layer(tmp_path, name):
     """Against a layer of transformers with its weights: embedding first, then the target's normed state."""
-    reference = make_target(tmp_path / "in", "Qwen3.5", mtp=True, num_hidden_layers=4).model
-    state = load_file(tmp_path / "in" / "model.safetensors")
+    is_glm, source = name != "Qwen3.5", tmp_path / "in"
+    reference, folder = converted(tmp_path, name, mtp=not is_glm, num_hidden_layers=4)
+    reference, state = reference.model, load_file(source / "model.safetensors")
     target, head = loaded(folder, kernels=False)
-    layer, prefix = reference.layers[3], "mtp.layers.0."
-    layer.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
+    if is_glm:  # a model with a fifth layer finds it in the file
+        reference = AutoModelForCausalLM.from_pretrained(
+            source, num_hidden_layers=5, mlp_layer_types=["dense"] + 4 * ["sparse"]).model.eval()
+        state |= {f"mtp.{ours}.weight": state[f"model.layers.4.{theirs}"]
+                  for ours, theirs in GLM_MTP.items()}
+        layer = reference.layers[4]
+    else:
+        layer, prefix = reference.layers[3], "mtp.layers.0."
+        layer.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
 
     def rms(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + state[name])
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (int(not is_glm) + state[name])
 
     T = 9
     tokens, feature = torch.arange(T), torch.randn(T, H, generator=torch.Generator().manual_seed(1))
@@ -257,7 +267,8 @@ def test_mtp_layer(folder, tmp_path):
     embedded = rms(state["model.embed_tokens.weight"][tokens], "mtp.pre_fc_norm_embedding.weight")
     x = torch.cat((embedded, rms(feature, "mtp.pre_fc_norm_hidden.weight")), -1) @ state["mtp.fc.weight"].T
     with torch.no_grad():
-        x = layer(x[None], reference.rotary_emb(x[None], at), visible[:, None])
+        mask, angles = visible[:, None], reference.rotary_emb(x[None], at)
+        x = layer(x[None], attention_mask=mask, position_embeddings=angles)
         expected = rms(x[0], "mtp.norm.weight")
         found = head(tokens[None], feature[None], at, at, visible, head.caches(1, T, torch.float32, "cpu"))
         torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-4)

@@ -25,12 +25,13 @@ def test_quantized(tmp_path, target, monkeypatch):
     monkeypatch.setattr(gguf_source, "BLOCK", 4 * 16 * 32)
     state, files = target_state(), [tmp_path / f"m-{i:05}-of-00002.gguf" for i in (1, 2)]
 
-    def extra(w) -> None:
-        w.add_rope_scaling_factor(4.0), w.add_uint16("split.count", 2)
-        w.add_int32("split.tensors.count", len(state))
+    for i, file in enumerate(files):
+        def extra(w, i=i) -> None:
+            w.add_rope_scaling_factor(4.0), w.add_uint16("split.count", 2), w.add_uint16("split.no", i)
+            w.add_int32("split.tensors.count", len(state))
 
-    write_gguf(files[0], {n: t for n, t in state.items() if "layers.5" not in n}, kind="Q8_0", extra=extra)
-    write_gguf(files[1], {n: t for n, t in state.items() if "layers.5" in n}, kind="Q8_0", extra=extra)
+        part = {n: t for n, t in state.items() if ("layers.5" in n) == bool(i)}
+        write_gguf(file, part, kind="Q8_0", extra=extra)
     out = convert(files[0], tmp_path / "out", dtype="bf16", quiet=True)
     written = read_config(out)
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 4.0} and written["max_seq_len"] == 512
@@ -212,7 +213,7 @@ def comparable(config: dict) -> dict:
     ("Phi-4-mini", "phi3"), ("Gemma 2", "gemma2"), ("SmolLM3", "smollm3"), ("OLMo 2", "olmo2"),
     ("LFM2", "lfm2"), ("LFM2-MoE", "lfm2moe"), ("Granite 3", "granite"), ("Granite 4", "granite"),
     ("OLMo 3", "olmo2"), ("Qwen3-VL", "qwen3vl"), ("Qwen3-Omni", "qwen3vlmoe"), ("Mistral Small 3", "llama"),
-    ("GLM-4-0414", "glm4"), ("GLM-4.7-Flash", "deepseek2"),
+    ("GLM-4-0414", "glm4"), ("GLM-4.7-Flash", "deepseek2"), ("Qwen2.5-VL", "qwen2vl"),
     *((f"Gemma 4 {size}", "gemma4") for size in ("E2B", "31B", "26B-A4B")), ("Ministral 3", "mistral3"),
     ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),

@@ -47,6 +47,25 @@ def gguf_file(keep: float = 1.0, **options):
     return make
 
 
+def retyped(code: int):
+    """A maker of a GGUF file whose first matrix says that it has another type."""
+    def make(folder: Path) -> Path:
+        content, name = bytearray((file := gguf_file()(folder)).read_bytes()), b"token_embd.weight"
+        at = content.index(name) + len(name) + 4 + 2 * 8
+        content[at : at + 4] = code.to_bytes(4, "little")
+        file.write_bytes(content)
+        return file
+    return make
+
+
+def copied_part(folder: Path) -> Path:
+    """Two parts of a split GGUF, of which the second is the first."""
+    file = gguf_file(extra=lambda w: (w.add_uint16("split.count", 2), w.add_uint16("split.no", 0)))(folder)
+    first, second = (folder / f"m-{i:05}-of-00002.gguf" for i in (1, 2))
+    second.write_bytes(file.read_bytes())
+    return file.rename(first)
+
+
 INDEX = "model.safetensors.index.json"
 K0, LFS = "model.layers.0.self_attn.k_proj.weight", "version https://git-lfs.github.com/spec/v1\n"
 
@@ -66,6 +85,9 @@ BAD_TARGETS = {
         folder_with(then=lambda f: os.truncate(f / "model.safetensors", 50_000)), "truncated"),
     "truncated GGUF data": (gguf_file(0.7), "truncated"),
     "a folder of GGUF files": (lambda f: gguf_file()(f).parent, "files: m.gguf is a model (llama)"),
+    "a GGUF matrix of another type": (retyped(1), "begins at byte"),
+    "a GGUF matrix of an unsupported type": (retyped(24), "type I8"),
+    "a part of a split GGUF twice": (copied_part, "are not those of one file"),
     "one part of a split GGUF": (gguf_file(extra=lambda w: w.add_uint16("split.count", 2)), "split GGUF"),
     **{f"GGUF {kind}": (gguf_file(extra=lambda w, kind=kind: w.add_type(kind)), words) for kind, words in {
         "adapter": "a LoRA adapter", "imatrix": "an importance matrix", "speech": "'speech'"}.items()},
@@ -100,6 +122,10 @@ BAD_TARGETS = {
     "queries and keys with a limit": (folder_with("Olmo2", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
     "values of another size than keys": (
         folder_with("Glm4MoeLite", q_lora_rank=8, v_head_dim=16), "v_head_dim 16 is not supported"),
+    "a projection of other features": (folder_with(
+        add={"target_proj.weight": torch.zeros(32, 60)}, pard2_target_layers=[-1, -2], pard2_target_dim=64),
+        "[32, 60] does not fit pard2_target_layers [-1, -2]"),
+    "Mamba layers with one mixer each": (folder_with("NemotronH"), "NemotronHForCausalLM"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
     "experts quantized otherwise": (
         folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),

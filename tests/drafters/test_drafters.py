@@ -2,23 +2,28 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import edit
+from helpers import edit, refused
 from helpers.decoding import drafts, ids, load, plain, prompts, watched
 from helpers.drafters import make_drafter, small_models
+from helpers.families import H, converted, make_target
 from helpers.states import paths, random_tree
 from safetensors.torch import load_file, save_file
 
+from checkpoint.convert import convert
 from drafters.draft_model import DraftModel
 from drafters.lookahead import Lookahead
 from drafters.mixed import Mixed, join
-from drafters.pard import Pard
+from drafters.pard import Pard, Pard2Drafter
 from engine.draft import HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
+from engine.runtime import Runtime
 from engine.sampling import Sampling
+from engine.target import load_target
 from families.mixed import causal
 from tree import Tree, TreeShape
 
@@ -66,6 +71,38 @@ def test_a_parallel_draft_model(models, golden, tmp_path, llm):
     edit(folder, pard_token=7)
     drafter = llm.target.engine(DraftOptions("draft-model", folder)).drafter
     assert len(steps) > 3 and isinstance(drafter.resizable_part, Pard) and drafter.resizable_part.mask_id == 7
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.kernels)])
+def test_a_parallel_draft_model_with_features(tmp_path, kernels):
+    """PARD-2 as published, against its formula in transformers."""
+    reference, folder = converted(tmp_path / "target", "Llama-3")
+    model, layers = make_target(tmp_path / "draft", "Qwen3"), [-1, -3, -6]
+    proj = 10 * torch.randn(H, 3 * H, generator=torch.Generator().manual_seed(3))
+    edit(tmp_path / "draft", pard_token=7, spd_type="pard2", pard2=True, pard2_target_layers=layers,
+         pard2_target_dim=3 * H, pard2_scale=0.02, pard2_proj_bias=False)
+    torch.save({"target_proj.weight": proj}, tmp_path / "draft" / "warp_model.bin")
+    convert(tmp_path / "draft", tmp_path / "out", quiet=True)
+    target = load_target(folder, Runtime("cpu", compile=False, kernels=kernels))
+    options, size = DraftOptions("draft-model", tmp_path / "out", tree=CHAIN), {"max_seq_len": 200}
+    part, prompt = target.engine(options, **size).drafter.resizable_part, [*range(1, 40)]
+    engine = Engine(target.model, part, chunks=(8,), compile=False, **size)
+    steps = watched(engine, prompt, Sampling(30))
+    plain, joined = (ids(target.engine(one, **size), [prompt], Sampling(30))[0] for one in (
+        DraftOptions(), DraftOptions("lookup+draft-model", tmp_path / "out")))
+    assert type(part) is Pard2Drafter and len(steps) > 5 and joined == plain
+    assert steps[-1][0] == [*prompt, *plain][: len(steps[-1][0])]
+    for text, drawn in steps:
+        with torch.no_grad():
+            states = reference(torch.tensor([text]), output_hidden_states=True).hidden_states
+            features = torch.cat([states[i] for i in layers], -1)[:, :-1]
+            features = torch.cat((0 * features[:, :1], features, features[:, -1:].expand(-1, 3, -1)), 1)
+            x = model.get_input_embeddings()(torch.tensor([text + [7] * 3])) + 0.02 * features @ proj.T
+            logits = model(inputs_embeds=x).logits
+        assert drawn.tokens[1:] == logits[0, -4:].argmax(-1).tolist()
+    part.model.args = replace(part.model.args, feature_layers=(-20, -3, -1))
+    with refused("--draft: reads features of 144 numbers"):
+        Pard2Drafter(part.model, CHAIN, mask_id=7, target=target.model)
 
 
 # -- lookahead against a plain program of lists --------------------------------------------------------------

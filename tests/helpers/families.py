@@ -189,6 +189,10 @@ def as_thinker(folder: Path) -> None:
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": config}))
 
 
+GLM_MTP = {"fc": "eh_proj.weight", "pre_fc_norm_embedding": "enorm.weight",
+           "pre_fc_norm_hidden": "hnorm.weight", "norm": "shared_head.norm.weight"}
+
+
 def add_mtp_layer(file: Path, prefix: str) -> None:
     """Add a random MTP layer, whose attention and MLP are like those of a hybrid's fourth layer."""
     g, state, theirs = torch.Generator().manual_seed(1), load_file(file), f"{prefix}layers.3."
@@ -230,9 +234,15 @@ def make_target(folder: Path, name: str, mtp: bool = False, **other):
     reference.save_pretrained(folder)
     if "Omni" in kind:
         as_thinker(folder)
-    if "GLM-4.7" in name:  # published with an MTP layer behind its layers
-        file, more = folder / "model.safetensors", {f"model.layers.{LAYERS}.eh_proj.weight": torch.ones(2)}
-        save_file(load_file(file) | more, file)
+    if "GLM-4.7" in name:  # published with an MTP layer behind its layers, and copies of two matrices
+        add_mtp_layer(file := folder / "model.safetensors", "model.")
+        state, mtp = load_file(file), f"model.layers.{reference.config.num_hidden_layers}."
+        for theirs, ours in GLM_MTP.items():
+            state[mtp + ours] = state.pop(f"mtp.{theirs}.weight")
+        state = {n.replace("mtp.layers.0.", mtp): t for n, t in state.items()}
+        state |= {f"{mtp}embed_tokens.weight": state["model.embed_tokens.weight"].clone(),
+                  f"{mtp}shared_head.head.weight": state["lm_head.weight"].clone()}
+        save_file(state, file)
     if "MXFP4" in name:
         to_mxfp4(folder, reference)
     if mtp:

@@ -1,0 +1,34 @@
+"""PARD-2 draft models as published: the projection of the target's features lies in a file of its own."""
+from __future__ import annotations
+
+import torch
+
+from checkpoint.dense import NameTable
+from checkpoint.source import PROJECTION_FILE, Entry, Source
+from common.cli import log_stderr
+from common.errors import InputError
+
+PROJECTION = "target_proj.weight"
+
+
+def read_projection(source: Source, config: dict, tensors: dict[str, Entry]) -> NameTable:
+    """Add fields of `networks.pard2.Pard2Args` to config, and put the features in ascending order of layers.
+
+    Returns the table of the projection. Raises InputError if it does not fit the published config.
+    """
+    said, found = source.config, tensors.get(PROJECTION)
+    layers, size = said["pard2_target_layers"], said.get("pard2_target_dim")
+    if found is None:
+        log_stderr(f"warning: {source.path}: has no {PROJECTION_FILE}, so it drafts without the target's"
+                   " features, as PARD")
+        return {}
+    if said.get("pard2_proj_bias"):
+        raise InputError(f"{source.path}: pard2_proj_bias is not supported")
+    if found.shape[1] != size or size % len(layers) or min(layers) < 0 <= max(layers):
+        raise InputError(f"{source.path}: {PROJECTION} {list(found.shape)} does not fit pard2_target_layers"
+                         f" {layers} and pard2_target_dim {size}")
+    order = sorted(range(len(layers)), key=layers.__getitem__)
+    tensors[PROJECTION] = found.columns(torch.arange(size).view(len(layers), -1)[order].flatten())
+    config |= {"feature_layers": sorted(layers), "feature_size": size,
+               "feature_scale": said.get("pard2_scale", 0.02)}
+    return {"w_features.weight": [PROJECTION]}
