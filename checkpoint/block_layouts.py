@@ -8,6 +8,8 @@ lm_head. Configs number layers by their outputs (`target_layer_ids`), speculator
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 from checkpoint import layouts
 from checkpoint.configs import model_fields
 from checkpoint.dense import (
@@ -20,7 +22,7 @@ from checkpoint.dense import (
     with_prefix,
 )
 from checkpoint.layouts import MARKOV
-from checkpoint.source import Source
+from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
@@ -41,7 +43,6 @@ BLOCK |= {  # of DFlash2
        for name, source in (("base", "base_kernel"), ("w_kernel.weight", "kernel_projection.weight"))},
 }
 SELECTOR_KEYS = {
-    "conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "selector_rank": "selector_rank",
     "candidates": "selector_top_k", "logit_factor": "output_multiplier",
     "logit_cap": "final_logit_softcapping",
 }
@@ -74,8 +75,20 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
             raise InputError(f"{path}: input_embedding_scale is not supported")
         tensors = {name.replace("codebook.weight", "codebook"): entry for name, entry in tensors.items()}
         fields |= {ours: flags[key] for ours, key in SELECTOR_KEYS.items() if flags.get(key)}
+        fields |= _selector_sizes(path, tensors, fields["hidden_size"])
     fields["draft_vocab_size"] = draft_vocab_size(flags, tensors, fields["vocab_size"])
     return ReadHead(fields, BLOCK, tensors)
+
+
+def _selector_sizes(path: Path, tensors: dict[str, Entry], hidden: int) -> dict:
+    """Return the sizes of DFlash2's convolutions and selector. Raises InputError."""
+    names = ("candidate_selector.hidden_projection.weight", "layers.0.attention_conv.base_kernel",
+             "layers.0.attention_conv.kernel_projection.weight")
+    if missing := [name for name in names if name not in tensors]:
+        raise InputError(f"{path}: tensor {missing[0]} is missing")
+    selector, base, kernel = (tensors[name].shape for name in names)
+    taps = base[1] if len(base) == 3 else 0
+    return {"selector_rank": selector[0], "conv_taps": taps, "conv_group": 2 * taps * hidden // kernel[0]}
 
 
 def _aux_layers(source: Source, flags: dict, target: ModelArgs, options: HeadOptions) -> list[int]:

@@ -74,8 +74,18 @@ class HeadFormat(NamedTuple):
     fixed: dict
 
 
+SELECTOR = "selector_hidden.weight"  # of DFlash2
 HEADS = {
-    "dflash": HeadFormat("qwen3", {"enc.output_norm.weight": "hidden_norm.weight"}, {
+    "dflash": HeadFormat("qwen3", {  # and DFlash2
+        "enc.output_norm.weight": "hidden_norm.weight",
+        SELECTOR: "candidate_selector.hidden_projection.weight",
+        **{f"selector_{name}.weight": f"candidate_selector.{name}_codebook"
+           for name in ("predecessor", "successor")},
+        **{f"blk.0.{theirs}_conv_{last}": f"model.layers.{{i}}.{ours}_conv.{name}"
+           for theirs, ours in (("attn", "attention"), ("ffn", "mlp"))
+           for last, name in (("base", "base_kernel"), ("proj.weight", "kernel_projection.weight"))},
+    }, {
+        "dflash.selector_top_k": "selector_top_k",
         "dflash.block_size": "block_size", "dflash.target_layers": "aux_hidden_state_layer_ids",
         "dflash.attention.causal": "is_causal", "dflash.sample_from_anchor": "sample_from_anchor",
         "tokenizer.ggml.mask_token_id": "mask_token_id",
@@ -119,11 +129,14 @@ def open_file(path: Path) -> Source:
         vocabulary = config.get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ()))
         config |= {"vocab_size": vocabulary} | head.fixed | {
             ours: fields[theirs] for theirs, ours in head.keys.items() if theirs in fields}
+    if SELECTOR in stored:
+        config["architectures"] = ["DFlash2DraftModel"]
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
         name = _name(theirs, names, layers)
-        if len(tensor.shape) < 3 and not theirs.endswith("_exps.bias"):
+        stack = len(tensor.shape) > 2 and not theirs.endswith("_conv_base")
+        if not stack and not theirs.endswith("_exps.bias"):
             # llama.cpp rotates neighboring pairs in these families: its converter interleaves the halves of
             # every q and k head. Only the size of a head matters for undoing it, not the number of heads.
             interleaved = arch in INTERLEAVED and re.search(r"\.attn_[qk]\.weight$", theirs)

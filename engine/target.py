@@ -82,13 +82,12 @@ class Target:
         if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
-        guided = (self.tokenizer and self.config["stop_ids"]) or None
         return Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, log=self.log, scheduler=scheduler,
             batch_sizes=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer, plain_requests=serves,
-            guide=guided and (lambda sampling: self._grammars.guide_of(sampling)),
+            guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
         )
 
     def default_max_seq_len(self, drafting: DraftOptions, batch: int) -> int:
@@ -120,6 +119,10 @@ class Target:
     def _grammars(self):
         grammars = extensions.load(extensions.GRAMMARS)
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
+
+    def guide(self, sampling):
+        """Return the guide of these options. Raises InputError if their schema or grammar cannot be used."""
+        return self._grammars.guide_of(sampling)
 
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
         """Prepare models for the backend. quantize: first quantize 16-bit models where that is faster."""

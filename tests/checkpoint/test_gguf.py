@@ -239,24 +239,29 @@ def test_every_family_gives_the_same_folder(tmp_path, name, arch):
     assert read_config(folders[1])["stop_ids"] == [3, 5]
 
 
-@pytest.mark.parametrize("label", ("dflash", "dflash-windows", "eagle3", "eagle3-normed"))
+@pytest.mark.parametrize("label", ("dflash", "dflash-windows", "dflash2", "eagle3", "eagle3-normed"))
 def test_heads_give_the_same_folder(tmp_path, target, label):
-    arch, _, variant = label.partition("-")
+    arch, _, variant = label.replace("2", "-2").partition("-")
     tensors, config = published(label, load_model(target)[0]) if arch == "dflash" else (
         head_state(), HEAD_CONFIG | {"head_dim": 8, "rope_theta": 5000.0, "target_hidden_size": 32})
     if variant == "normed":
         tensors["input_norm.weight"] = torch.rand(3 * 32, generator=torch.Generator().manual_seed(0))
         config |= {"norm_before_fc": True, "norm_before_residual": True}
+    if variant == "2":  # a GGUF has no such keys
+        reads = config["dflash_config"]
+        del reads["output_multiplier"], reads["final_logit_softcapping"]
     write_head(tmp_path / "in", tensors, config)
 
     def extra(w) -> None:
-        if variant == "windows":
+        if "layer_types" in config:
             w.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
         if arch == "eagle3":
             w.add_vocab_size(config["vocab_size"]), w.add_array("eagle3.target_layers", [2, 4, 5])
             w.add_uint32("eagle3.target_hidden_size", 32)
             w.add_bool("eagle3.norm_before_residual", variant == "normed")
             return
+        if variant == "2":
+            w.add_uint32("dflash.selector_top_k", 16), w.add_bool("dflash.attention.causal", False)
         w.add_uint32("dflash.block_size", 5), w.add_array("dflash.target_layers", [1, 3])
         w.add_uint32("tokenizer.ggml.mask_token_id", 3)
         w.add_token_list([str(i) for i in range(config["vocab_size"])])
@@ -264,8 +269,13 @@ def test_heads_give_the_same_folder(tmp_path, target, label):
     names = {"midlayer.hidden_norm": "blk.0.attn_norm_2", "midlayer": "model.layers.0",
              "norm.": "model.norm.", "layers": "model.layers", "hidden_norm": "enc.output_norm",
              "input_norm": "enc.output_norm"}
-    state = {}
+    state, of_selector = {}, {
+        r"candidate_selector.hidden_projection": "selector_hidden", r"candidate_selector\.(\w+)_codebook":
+        r"selector_\1.weight", "attention_conv": "attn_conv", "mlp_conv": "ffn_conv",
+        r"layers(.+_conv)\.": r"blk\1_", "base_kernel": "base", "kernel_projection": "proj"}
     for name, tensor in tensors.items():
+        for found, theirs in of_selector.items():
+            name = re.sub(found, theirs, name)
         first = next((one for one in names if name.startswith(one)), "")
         state[names[first] + name[len(first) :] if first else name] = tensor
     if arch == "eagle3":
