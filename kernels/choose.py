@@ -58,7 +58,7 @@ def on_backend(target, ranks):
         given = runtime.device_name, kernels, runtime.isa, target.log, runtime.kv == "int8"
         target = replace(target, backend=choose_backend(*given))
     target.prepare_models(model)
-    if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
+    if not model.runs_on_backend and (runtime.on_cpu_kernels or (ranks is not None and on_cpu)):
         # Layers without kernels run in PyTorch, uncompiled.
         target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8" and not model.runs_on_backend:
