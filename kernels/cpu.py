@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.memory import return_freed_memory, unmap_idle_code
+from common.memory import return_freed_memory
 from engine.draft import Drafter
 from engine.runtime import Backend
 from engine.state import State
@@ -74,7 +74,7 @@ class CpuBackend(Backend):
         float16, odd row sizes in bfloat16, and fp8 weights stay unpacked.
         """
         super().prepare(*models)
-        return_freed_memory(), unmap_idle_code()  # a tokenizer frees 50 MB
+        return_freed_memory()  # a tokenizer frees 50 MB
         return packed.pack_models(self, *models)
 
     @contextlib.contextmanager
