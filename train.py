@@ -31,13 +31,12 @@ MEASUREMENT = 10  # seconds of --estimate
 
 def parser() -> Options:
     """Return the options of the command line, each with its rules."""
-    from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, TTT_STEPS
+    from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS
     from training.data import MIN_ANSWER_TOKENS
     from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
     from training.session import DRAFT_VOCAB
-    from training.trainer import Plan
 
-    p, plan = Options(__doc__), Plan()
+    p = Options(__doc__)
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
     add("--out", help="folder for the head (required, except with --estimate); OUT-work holds data,"
@@ -81,7 +80,17 @@ def parser() -> Options:
     add("--markov-rank", type=count, metavar="R",
         help=f"P-EAGLE, DSpark: rank of the Markov head, 0: none (default {MARKOV_RANK} for DSpark, else 0)")
 
-    add = p.add_argument_group("training").add_argument
+    add_training(p)
+    add_rules(p)
+    return p
+
+
+def add_training(p: Options) -> None:
+    """Add the options of the training loop."""
+    from drafters.estimate import TTT_STEPS
+    from training.trainer import Plan
+
+    plan, add = Plan(), p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {TTT_STEPS})")
     add("--loss", choices=("ce", "lk"),
         help="ce: cross-entropy with the target's distribution (default). lk: half of the loss is -log of the"
@@ -97,8 +106,6 @@ def parser() -> Options:
         " holds all of it)")
     add("--validate-prompts", type=count, default=16,
         help="held-out prompts to decode after every epoch (default 16)")
-    add_rules(p)
-    return p
 
 
 def add_rules(p: Options) -> None:

@@ -18,7 +18,7 @@ from engine.sampling import Sampling, restrict
 from families.gpt_oss import GptOssArgs
 from families.hybrid import Hybrid, HybridArgs
 from families.variants import VariantArgs
-from kernels.gpu import attention, delta, fallback, products, sampling
+from kernels.gpu import attention, delta, fallback, products, registers, sampling
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.experts import fused_mix
@@ -258,8 +258,8 @@ def test_ranks_leave_out_what_fails_on_any(runner, monkeypatch):
 def test_the_layout_of_weights_is_inverted(four):
     weight = torch.randint(0, 256, (3, 70, 96), dtype=torch.uint8)
     weight = weight if four else weight.view(torch.int8)
-    words = torch.stack([products.to_register_order(x) for x in weight])
-    assert torch.equal(products.from_register_order(words, 70, 192 if four else 96, four), weight)
+    words = torch.stack([registers.to_register_order(x) for x in weight])
+    assert torch.equal(registers.from_register_order(words, 70, 192 if four else 96, four), weight)
 
 
 @pytest.mark.parametrize("mode", ("q4", "q6", "q8"))
