@@ -41,7 +41,11 @@ KEYS = {
 }
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 # Config keys that `dense_fields` ignores; if one is set, another module reads the config.
-EXTRAS = "quantization_config", "attention_bias", "mlp_bias", "use_sliding_window", "partial_rotary_factor"
+EXTRAS = (
+    "quantization_config", "attention_bias", "mlp_bias", "use_sliding_window", "partial_rotary_factor",
+    "clip_qkv", "logit_scale", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
+    "no_rope_layers", "attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling",
+)
 
 
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:

@@ -119,7 +119,7 @@ BAD_TARGETS = {
     "heads that turn in part": (folder_with("Mistral", partial_rotary_factor=0.5), "partial_rotary_factor"),
     "an unknown parameter of RoPE": (folder_with(
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale of RoPE's"),
-    "queries and keys with a limit": (folder_with("Olmo2", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
+    "queries and keys with a limit": (folder_with(clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
     "values of another size than keys": (
         folder_with("Glm4MoeLite", q_lora_rank=8, v_head_dim=16), "v_head_dim 16 is not supported"),
     "a projection of other features": (folder_with(
