@@ -347,7 +347,8 @@ def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
 def _entry(
     tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None, rows: slice = slice(None)
 ) -> Entry:
-    """One tensor, or one matrix (or bias) of a stack. Quantized types are read as bf16, or as stored.
+    """One tensor, or one matrix (or bias) of a stack. Quantized types are read as
+    stored, as bf16, or in float32 (with a dtype of bf16) if no kind holds them.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
     expert: which matrix of a stack, and its `rows`.

@@ -59,8 +59,9 @@ class Grouped(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a source, read by `read()`. dtype: None if it is stored in a type unknown here.
+    """One tensor of a source, read by `read()`.
 
+    dtype: to write it in; `read` may return float32. None if it is stored in a type unknown here.
     quantized: the name of the type that `read` dequantizes. grouped: None if no kind holds it exactly.
     """
 

@@ -6,11 +6,9 @@ import ctypes
 
 
 def return_freed_memory() -> None:
-    """Let the heap return freed memory to the system, now and later. Without glibc do nothing.
+    """Return the heap's free memory to the system. Without glibc do nothing.
 
-    By default glibc keeps as much free memory as twice the largest block that was ever freed, up to 64 MB.
+    No mallopt: with a fixed threshold, larger tensors would be mapped and cleared again in each step.
     """
-    trim_threshold, mmap_threshold, limit = -1, -3, 8 << 20  # arguments of mallopt; bytes
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, limit), libc.mallopt(trim_threshold, limit), libc.malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)

@@ -68,6 +68,10 @@ class Pard2Drafter(Pard):
         last = torch.zeros(batch, self.model.args.feature_size, dtype=dtype, device=device)
         self.register_buffer("last", last, persistent=False)
 
+    def _keep(self, last: Tensor, active: Tensor) -> None:
+        """Set `last` of the sequences in `active` [B]; frozen ones do not change."""
+        self.last.copy_(torch.where(active[:, None], last, self.last))
+
     def own_features(self, features: Tensor) -> Tensor:
         features = HeadDrafter.own_features(self, features)
         if not self.normed:
@@ -78,14 +82,14 @@ class Pard2Drafter(Pard):
     def prefill(self, state: State, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         features, tokens = self.own_features(features), state.tokens.gather(1, positions)
         before = torch.where(positions[:, :1] > 0, self.last, 0)[:, None]
-        self.last.copy_(features[:, -1])
+        self._keep(features[:, -1], state.prefilling | ~state.done)
         self.model(tokens, positions, positions, visible, self.caches,
                    features=torch.cat((before, features[:, :-1]), 1))
 
     def more_inputs(self, state: State, W: int) -> dict:
         features = self.own_features(state.features[:, :W])
         last = gather_tokens(features, last_unread(state, W))
-        self.last.copy_(last[:, 0])
+        self._keep(last[:, 0], ~state.done)
         return {"features": torch.cat((features, last.expand(-1, self.block_rows, -1)), 1)}
 
 

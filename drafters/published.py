@@ -22,6 +22,10 @@ HEADS = {
     (64, 5120, 151936): ("AngelSlim/Qwen3-32B_eagle3",), (48, 2048, 151936): ("AngelSlim/Qwen3-a3B_eagle3",),
     (24, 2880, 201088): ("RedHatAI/gpt-oss-20b-speculator.eagle3",),
     (36, 2880, 201088): ("lmsys/EAGLE3-gpt-oss-120b-bf16",),
+    (35, 1536, 262144): ("google/gemma-4-E2B-it-assistant",),
+    (48, 3840, 262144): ("google/gemma-4-12B-it-assistant", "deepseek-ai/eagle3_gemma4_12b_ttt7"),
+    (30, 2816, 262144): ("google/gemma-4-26B-A4B-it-assistant",),
+    (40, 5120, 131072): ("cvalgian/EAGLE3-Mistral-Small-24B-Instruct-2501",),
 }
 
 

@@ -165,9 +165,9 @@ class CallStream:
             found, broken, end = _read(self._held, 0, self._tools)
             after = self._held[end:].lstrip(" \r\n\t,;")
             known = all(call["function"]["name"] in self._tools for call in found)
-            first = not (broken and self._held.startswith(broken))
-            if found and first and (known or (self._form == BARE and not broken + after)):
-                calls, self._held = found, broken + after
+            first = not (broken and self._held.startswith(broken[0]))
+            if found and first and (known or (self._form == BARE and not broken and not after)):
+                calls, self._held = found, "".join(broken) + after
             self._starts = False
             rest = self.push("")
         while self._opening:
@@ -179,7 +179,7 @@ class CallStream:
                 found, broken, end = _read(self._held, begin, self._tools)
                 if not found and not broken:  # the tag is a word of the text
                     end = len(self._opening)
-                rest += broken if found else self._held[:end]
+                rest += "".join(broken) if found else self._held[:end]
                 calls += found
                 self._line = ""
             self._held, self._opening, self._close = self._held[end:], "", ""
@@ -188,13 +188,13 @@ class CallStream:
         return (rest.strip("\n") if calls else rest), calls
 
 
-def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], str, int]:
-    """Return the calls that follow in a text, the text of broken ones among them, and where all of them end.
+def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], list[str], int]:
+    """Return the calls that follow in a text, the texts of broken ones among them, and where all of them end.
 
     All that follows one without an end belongs to it: it may quote others.
     """
     calls: list[dict] = []
-    broken, begin = "", at
+    broken: list[str] = []
     while found := _NEXT.match(text, at):
         if found["ends"] and found["keyed"] not in tools:  # a word between tags
             break
@@ -206,14 +206,14 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
             else:
                 at = _end_of(text, found.end())
         except (ValueError, TypeError, RecursionError):  # TypeError: of a schema that is damaged
-            return calls, broken + text[begin:], len(text)
+            return calls, [*broken, text[begin:]], len(text)
         try:
             values = values if name else _LENIENT.decode(text[found.end() : at])
             if name := name or found["named"]:
                 values = {"name": name, "arguments": values}
             calls += [call_of(value, tools) for value in (values if isinstance(values, list) else [values])]
         except (ValueError, RecursionError):
-            broken += text[begin:at]
+            broken.append(text[begin:at])
     closing = _CLOSING.match(text, at)
     return calls, broken, closing.end() if (calls or broken) and closing else at
 

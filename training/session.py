@@ -53,16 +53,22 @@ LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
+class _TimeIsUp(BaseException):
+    """Passes through whatever handles errors, such as those of a compiler."""
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float, message: str) -> Iterator[None]:
-    """Raise InputError in the main thread if the context takes longer; 0: no limit."""
+    """Raise InputError, in the main thread, if the context takes longer."""
     def stop(*_) -> None:
-        raise InputError(message)
+        raise _TimeIsUp
 
     old = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except _TimeIsUp:
+        raise InputError(message) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
@@ -120,7 +126,7 @@ class Session:
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
         left = self.start_time + 60 * o.minutes * MAX_TEXT_FRACTION - time.monotonic()
         late = f"--minutes {o.minutes:g}: too few to load the model and compile its kernels; raise it"
-        with time_limit(o.minutes and max(left, 1e-3), late):
+        with time_limit(max(left, 1e-3), late) if o.minutes else contextlib.nullcontext():
             self.load()
         self.collect()
         if o.collect_only:

@@ -2,8 +2,9 @@
 
 A token has one *assignment* per expert that it chose. `sort_kernel` sorts assignments by expert; a program of
 `grouped_kernel` computes BLOCK_N outputs of one expert for a tile of its assignments. In passes of up to
-MAX_BLOCK_M tokens, one tile holds all assignments of an expert, so its weights are read once. In larger
-passes, tiles of one expert run at the same time and find the weights in L2.
+MAX_BLOCK_M tokens (STORED_BLOCK_M with weights as stored), one tile holds all assignments of an expert, so
+its weights are read once. In larger passes, tiles of one expert run at the same time and find the weights in
+L2.
 
 The grid depends on the number of tokens only, so one graph serves every routing: programs without assignments
 end at once. No two programs add to the same sum, so results do not depend on the routing of other tokens.

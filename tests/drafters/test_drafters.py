@@ -83,7 +83,7 @@ def test_a_parallel_draft_model_with_features(tmp_path, kernels):
          pard2_target_dim=3 * H, pard2_scale=0.02, pard2_proj_bias=False)
     torch.save({"target_proj.weight": proj}, tmp_path / "draft" / "warp_model.bin")
     convert(tmp_path / "draft", tmp_path / "out", quiet=True)
-    target = load_target(folder, Runtime("cpu", compile=False, kernels=kernels))
+    target = load_target(folder, Runtime("cpu", compile=kernels, kernels=kernels))
     options, size = DraftOptions("draft-model", tmp_path / "out", tree=CHAIN), {"max_seq_len": 200}
     part, prompt = target.engine(options, **size).drafter.resizable_part, [*range(1, 40)]
     engine = Engine(target.model, part, chunks=(8,), compile=False, **size)

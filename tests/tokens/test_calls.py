@@ -113,6 +113,7 @@ CALLS = {
     "Llama, fence": (LLAMA, f"```json\n{BARE_F}\n{BARE_G}\n```\n", "", [IS_F, IS_G]),
     "Llama, fence without a name": (LLAMA, f"\n```\n[{BARE_F}]\n```", "", [IS_F]),
 }
+BROKEN = '{"name": "f", "arguments": 5}'
 NO_CALLS = (
     (TAGGED, "no call, a < b"), (TAGGED, "almost <tool_cal"), (TAGGED, "<tool_call>broken"), (TAGGED, ""),
     (TAGGED, tag('{"name": 3, "arguments": {}}')), (TAGGED, tag(NAN)), (TAGGED, tag('{"name": "h"}')),
@@ -124,7 +125,7 @@ NO_CALLS = (
     (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
     (LLAMA, "Hello {you}"), (LLAMA, '{"name": "h"}'), (LLAMA, f"{BARE_H} so"), (LLAMA, "[1, 2]"),
     (TAGGED, f"So: {F}"), (TAGGED, H), (TAGGED, f"{F[:-3]}"), (TAGGED, f'{{"a": {F}}}'), (TAGGED, ' \n{"na'),
-    (TAGGED, f'{{"a": 1}} {F}'),
+    (TAGGED, f'{{"a": 1}} {F}'), (TAGGED, f"{BROKEN}\n{F}\n{BROKEN}"),
     (LLAMA, "``"), (LLAMA, f"```json\n{BARE_H}\n``` so"), (LLAMA, f"So:\n```json\n{BARE_F}\n```"),
     (DEEPSEEK, deepseek("f<｜tool▁sep｜>{")), (DEEPSEEK, deepseek("function<｜tool▁sep｜>f\n{}")),
 )
