@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from checkpoint.dense import dense_fields, rope_of, rope_type
+from checkpoint.dense import UNSUPPORTED, dense_fields, rope_of, rope_type
 from checkpoint.load import CONFIG, check_rope, rope_fields
 from common.cli import log_stderr
 from common.errors import InputError
@@ -32,7 +32,7 @@ def model_fields(path: Path, config: dict) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    reject(path, config, "quantization_config", "mlp_bias", "clip_qkv", "logit_scale", "attention_chunk_size")
+    reject(path, config, *UNSUPPORTED)
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")

@@ -40,11 +40,17 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
+# Config keys that change the computation, of other architectures or of models built from these.
+UNSUPPORTED = (
+    "quantization_config", "mlp_bias", "clip_qkv", "logit_scale", "attention_chunk_size", "qk_layernorm",
+    "alibi", "use_parallel_residual", "parallel_attn", "scale_emb", "logit_softcap", "router_softcap",
+    "attention_scale", "lm_head_multiplier", "attn_temperature_tuning",
+)
 # Config keys that `dense_fields` ignores; if one is set, another module reads the config.
 EXTRAS = (
-    "quantization_config", "attention_bias", "mlp_bias", "use_sliding_window", "partial_rotary_factor",
-    "clip_qkv", "logit_scale", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
-    "no_rope_layers", "attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling",
+    *UNSUPPORTED, "attention_bias", "use_sliding_window", "partial_rotary_factor", "attn_logit_softcapping",
+    "final_logit_softcapping", "no_rope_layers", "no_rope_layer_interval", "attention_multiplier",
+    "residual_multiplier", "embedding_multiplier", "logits_scaling",
 )
 
 

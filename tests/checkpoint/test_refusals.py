@@ -119,7 +119,14 @@ BAD_TARGETS = {
     "heads that turn in part": (folder_with("Mistral", partial_rotary_factor=0.5), "partial_rotary_factor"),
     "an unknown parameter of RoPE": (folder_with(
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale of RoPE's"),
-    "queries and keys with a limit": (folder_with(clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
+    **{f"{family} {key}": (folder_with(family, **{key: value}), f"{key} {json.dumps(value)} is not supported")
+       for family in ("Llama", "Qwen2", "Gemma3")
+       for key, value in (("clip_qkv", 8.0), ("alibi", True), ("logit_softcap", 30.0))},
+    **{f"{key} {value}": (folder_with(**{key: value}), f"{key} is {value!r}; expected a valid ")
+       for key, value in (("rope_scaling", 64), ("layer_types", 3), ("use_sliding_window", "false"))},
+    "no heads": (folder_with(num_attention_heads=0), "num_attention_heads is 0; expected greater than or"),
+    "letters for layers": (
+        folder_with(no_rope_layers=["a"]), "no_rope_layers.0 is 'a'; expected a valid integer"),
     "values of another size than keys": (
         folder_with("Glm4MoeLite", q_lora_rank=8, v_head_dim=16), "v_head_dim 16 is not supported"),
     "a projection of other features": (folder_with(
