@@ -38,7 +38,7 @@ UNKNOWN = {
     "min_new_tokens": 0, "max_length": 0, "no_repeat_ngram_size": 0, "banned_strings": [],
     "ban_eos_token": False, "regex_pattern": "", "grammar_string": "", "stop_strings": [], "n_indent": 0,
     "grammar_lazy": False, "modalities": ["text"], "audio": {}, "web_search_options": {}, "lora_path": "",
-    "suffix": "",
+    "suffix": "", "images": [],
 }
 INSTEAD = {"min_new_tokens": "min_tokens", "max_length": "max_tokens", "banned_strings": "bad_words",
            "ban_eos_token": "ignore_eos", "regex_pattern": "regex", "grammar_string": "grammar",

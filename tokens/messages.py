@@ -117,6 +117,8 @@ def ready(messages: Iterable[dict]) -> list[dict]:
 
 def _ready(message: dict) -> dict:
     calls, role = message.get("tool_calls"), message.get("role")
+    if message.get("images"):  # Ollama's form
+        raise InputError("messages: 'images' is not text; only text is supported")
     if isinstance(message.get("function_call"), dict):  # OpenAI's older form
         calls = calls or [{"type": "function", "function": message.pop("function_call")}]
     content = message.get("content", message.get("refusal", None if calls else ""))

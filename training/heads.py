@@ -28,7 +28,6 @@ class TrainedKind(NamedTuple):
     """A kind of head that can be trained. options: those of train.py that only some kinds have."""
 
     title: str  # on the model card
-    speculate: str  # the method of generate.py that drafts with it
     objective: type[Objective]
     options: tuple[str, ...] = ()
 
@@ -37,11 +36,11 @@ COMMON = "draft_vocab", "states", "loss", "start"
 BLOCK = *COMMON, "layers", "drafts"
 MARKOV = *BLOCK, "markov_rank"
 TRAINED = {
-    "eagle3": TrainedKind("EAGLE-3 head", "eagle3", Eagle3Objective, (*COMMON, "steps")),
-    "p-eagle": TrainedKind("P-EAGLE head", "p-eagle", PEagleObjective, MARKOV),
-    "dflash": TrainedKind("DFlash head", "dflash", BlockObjective, BLOCK),
-    "dspark": TrainedKind("DSpark head", "dspark", BlockObjective, MARKOV),
-    "eagle": TrainedKind("EAGLE-1/EAGLE-2 head", "eagle2", Eagle1Objective),
+    "eagle3": TrainedKind("EAGLE-3 head", Eagle3Objective, (*COMMON, "steps")),
+    "p-eagle": TrainedKind("P-EAGLE head", PEagleObjective, MARKOV),
+    "dflash": TrainedKind("DFlash head", BlockObjective, BLOCK),
+    "dspark": TrainedKind("DSpark head", BlockObjective, MARKOV),
+    "eagle": TrainedKind("EAGLE-1/EAGLE-2 head", Eagle1Objective),
 }
 HEAD_OPTIONS = "kind", *dict.fromkeys(name for kind in TRAINED.values() for name in kind.options)
 

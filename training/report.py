@@ -88,19 +88,16 @@ def read_log(path: Path) -> list[dict]:
     return entries
 
 
-def write_card(
-    folder: Path, *, title: str, facts: list[str], command: str, log: list[dict], speculate: str
-) -> None:
+def write_card(folder: Path, *, title: str, facts: list[str], command: str, log: list[dict]) -> None:
     """Write the model card FOLDER/README.md.
 
-    facts: about the head, its text and its training, a line each. command: that trained the head. speculate:
-    the method that decodes with it.
+    facts: about the head, its text and its training, a line each. command: that trained the head.
     """
     validated = [describe_validation(e) for e in log if "held_out" in e][-1:]
     write_text(folder / "README.md", "\n".join([
         f"# {title}", "", *(f"- {fact}" for fact in (*facts, *validated)), "",
         "## Training", "", "```", command, "```", "",
         "## Use", "", "TARGET is the converted target.", "", "```",
-        f"python generate.py --checkpoint TARGET --speculate {speculate} --draft THIS_FOLDER --prompt ...",
+        "python generate.py --checkpoint TARGET --draft THIS_FOLDER --prompt ...",
         "```", "",
     ]))

@@ -293,7 +293,6 @@ class Session:
             fill(folder, {"format": FORMAT, "kind": o.kind} | asdict(head.args), plan, quiet=True)
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
-                       command=shlex.join(["python", "train.py", *self.command]), speculate=kind.speculate)
-        where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"
-        print(f"wrote {o.out}; next:\n{program('generate')} {where} --draft {shlex.quote(o.out)} --compare"
-              " --prompt \"Hello!\"")
+                       command=shlex.join(["python", "train.py", *self.command]))
+        where = f"--checkpoint {shlex.quote(o.checkpoint)} --draft {shlex.quote(o.out)}"
+        print(f"wrote {o.out}; next:\n{program('generate')} {where} --compare --prompt \"Hello!\"")

@@ -47,6 +47,8 @@ OF_CHATS = (
     (b'{"messages": ', "the body is not JSON: Expecting value (character 13)"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "body.messages.0.role: "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not text"),
+    ({"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "'images' is not text"),
+    ({"images": ["aGk="]}, "images: "),
     ({"max_tokens": 0}, "max_tokens: "), ({"tool_choice": "required"}, "tool_choice: needs tools"),
     ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice: names no function"),
     ({"chat_template_kwargs": {"messages": 3}}, "messages cannot"),
