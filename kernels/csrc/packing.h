@@ -1,6 +1,9 @@
 // Pack weights in the order in which products read them, see kernels/packed.py: pack.
 #pragma once
 
+#include <array>
+#include <cstring>
+
 #include "team.h"
 #include "tensors.h"
 
@@ -46,24 +49,44 @@ void pack(const Dense& weight, bool paired, int64_t flip, Tensor& out) {
   else run(uint32_t());
 }
 
+template <int64_t N>
+constexpr std::array<uint8_t, N> filled(uint8_t value) {
+  std::array<uint8_t, N> all{};
+  for (auto& one : all) one = value;
+  return all;
+}
+
+// Write words of `per_word` values, `step` bytes apart.
+inline void scatter_words(const uint8_t* values, int64_t count, int64_t per_word, uint8_t* to, int64_t step) {
+  const auto run = [&](auto size) {  // a constant: a copy of so many bytes is one instruction
+    for (int64_t k = 0; k < count; k += size, to += step) std::memcpy(to, values + k, size);
+  };
+  if (per_word == 4) run(std::integral_constant<int64_t, 4>());
+  else if (per_word == 2) run(std::integral_constant<int64_t, 2>());
+  else run(per_word);
+}
+
 // Pack rows of 4-bit values, stored as in kernels/quantized.py (value + 8, two per byte), to out [blocks, words,
 // columns / 2, per_word] bytes: in the low bits a value of the first half of the columns, in the high bits one of the
 // second. Rows beyond the last are 8, which is zero.
 void pack_nibbles(const Of<uint8_t>& weight, bool paired, Tensor& out) {
   constexpr int64_t TILE = 64;  // bytes of every row
-  const int64_t bytes = weight.size(1), half = out.size(2), per_word = out.size(3), step = half * per_word;
+  static constexpr auto ZEROS = filled<TILE>(0x88);
+  const int64_t bytes = weight.size(1), half = out.size(2), per_word = out.size(3);
   auto* to = out.mutable_data_ptr<uint8_t>();
   for_each_block(weight, 2 * half, paired, [&](int64_t b, const auto& row_of) {
-    uint8_t* block = to + b * 2 * bytes * half;
     for (int64_t first = 0; first < bytes; first += TILE)
       for (int64_t c = 0; c < half; c++) {
-        const int64_t low = row_of(c), high = row_of(c + half), end = std::min(bytes, first + TILE);
-        for (int64_t j = first; j < end; j++) {
-          const int l = low < 0 ? 0x88 : weight[low * bytes + j], h = high < 0 ? 0x88 : weight[high * bytes + j];
-          const int64_t k = 2 * j, next = k + 1;
-          block[k / per_word * step + c * per_word + k % per_word] = uint8_t((l & 15) | (h & 15) << 4);
-          block[next / per_word * step + c * per_word + next % per_word] = uint8_t(l >> 4 | (h & 0xF0));
+        const auto from = [&](int64_t row) { return row < 0 ? ZEROS.data() : &weight[row * bytes + first]; };
+        const uint8_t *low = from(row_of(c)), *high = from(row_of(c + half));
+        const int64_t count = std::min(bytes - first, TILE);
+        uint8_t values[2 * TILE];  // in a loop of its own, which compilers vectorize
+        for (int64_t j = 0; j < count; j++) {
+          values[2 * j] = uint8_t((low[j] & 15) | high[j] << 4);
+          values[2 * j + 1] = uint8_t(low[j] >> 4 | (high[j] & 0xF0));
         }
+        uint8_t* first_word = to + 2 * (b * bytes + first) * half + c * per_word;
+        scatter_words(values, 2 * count, per_word, first_word, half * per_word);
       }
   });
 }
@@ -78,24 +101,28 @@ void pack_sixes(const Of<uint8_t>& weight, bool paired, Tensor& out) {
   const int64_t step = out.size(2) * per_word;
   auto* to = out.mutable_data_ptr<uint8_t>();
   for_each_block(weight, 4 * quarter, paired, [&](int64_t b, const auto& row_of) {
-    uint8_t* block = to + b * out.size(1) * step;
     for (int64_t first = 0; first < bytes; first += TILE)
-      for (int64_t c = 0; c < quarter; c++)
-        for (int64_t j = first; j < std::min(bytes, first + TILE); j += 3) {
-          const uint8_t* from[4];
-          for (int i = 0; i < 4; i++) {
-            const int64_t row = row_of(c + i * quarter);
-            from[i] = row < 0 ? ZEROS : &weight[row * bytes + j];
-          }
-          for (int64_t i = 0; i < 4; i++) {
-            const int64_t k = j / 3 * 4 + i;
-            uint8_t* word = block + k / per_word * step + c * per_word + k % per_word;
-            const auto low = [&](int row) { return from[row][i / 2] >> i % 2 * 4 & 15; };
-            const auto high = [&](int row) { return (from[row][2] >> 2 * i & 3) << 2 * row; };
-            for (int half : {0, 1}) word[half * quarter * per_word] = uint8_t(low(half) | low(half + 2) << 4);
-            word[2 * quarter * per_word] = uint8_t(high(0) | high(1) | high(2) | high(3));
-          }
+      for (int64_t c = 0; c < quarter; c++) {
+        const int64_t count = std::min(bytes - first, TILE);
+        uint8_t values[3][TILE / 3 * 4];
+        const uint8_t* from[4];
+        int64_t stride[4];
+        for (int i = 0; i < 4; i++) {
+          const int64_t row = row_of(c + i * quarter);
+          from[i] = row < 0 ? ZEROS : &weight[row * bytes + first], stride[i] = row < 0 ? 0 : 1;
         }
+        for (int64_t j = 0; j < count; j += 3)
+          for (int i = 0; i < 4; i++) {
+            const auto low = [&](int row) { return from[row][j * stride[row] + i / 2] >> i % 2 * 4 & 15; };
+            const auto high = [&](int row) { return (from[row][j * stride[row] + 2] >> 2 * i & 3) << 2 * row; };
+            const int64_t k = j / 3 * 4 + i;
+            for (int part : {0, 1}) values[part][k] = uint8_t(low(part) | low(part + 2) << 4);
+            values[2][k] = uint8_t(high(0) | high(1) | high(2) | high(3));
+          }
+        uint8_t* block = to + (b * out.size(1) + first / 3 * 4 / per_word) * step + c * per_word;
+        for (int part : {0, 1, 2})
+          scatter_words(values[part], count / 3 * 4, per_word, block + part * quarter * per_word, step);
+      }
   });
 }
 
