@@ -89,9 +89,9 @@ class ExtendedFamily(Family):
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
     their tensors. renamed: other keys of the config. neighbors: rotary pairs are neighboring channels.
-    local_unscaled: RoPE scaling is of layers without a sliding window. read(path, config):
-    returns the config without what `model_fields` does not know, and further fields. change(path, fields,
-    tensors): returns the tensors under the names of the table.
+    local_unscaled: RoPE scaling is of layers without a sliding window. mtp: an MTP layer is read, as of all
+    hybrids. read(path, config): returns the config without what `model_fields` does not know, and further
+    fields. change(path, fields, tensors): returns the tensors under the names of the table.
     """
 
     experts: bool = False
@@ -101,6 +101,7 @@ class ExtendedFamily(Family):
     renamed: dict = field(default_factory=dict)
     neighbors: bool = False
     local_unscaled: bool = False
+    mtp: bool = False
     read: Callable[[Path, dict], tuple[dict, dict]] | None = None
     change: Callable[[Path, dict, dict[str, Entry]], dict[str, Entry]] | None = None
 
@@ -152,7 +153,11 @@ class ExtendedFamily(Family):
         found = self._all_tensors(source, config)
         if SCALES in found:
             config["quantization"] = Scheme(None, 0, None, MXFP4).to_config()
-        return {name: entry for name, entry in found.items() if not name.startswith(MTP)}
+        return {name: entry for name, entry in found.items() if not (self._has_mtp and name.startswith(MTP))}
+
+    @property
+    def _has_mtp(self) -> bool:
+        return self.hybrid or self.mtp
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
@@ -169,7 +174,7 @@ class ExtendedFamily(Family):
 
     def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
         """Return the MTP layer. An unknown kind of layer is skipped with a warning."""
-        found = self._all_tensors(source, config)
+        found = self._all_tensors(source, config) if self._has_mtp else {}
         if not (mtp := {name: entry for name, entry in found.items() if name.startswith(MTP)}):
             return {}
         left_out = "delta_", "stop_ids", "bos_id", "architecture"
@@ -376,7 +381,8 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         renamed={"n_routed_experts": "num_experts"}, required={
             "n_group": 1, "rope_interleave": True, "topk_method": "noaux_tc", "partial_rotary_factor": 1,
             "expert_gating_func": 2},
-        experts=True, stacks=latent.LATENT_STACKS, read=latent.latent_fields, change=latent.in_our_order),
+        experts=True, mtp=True, stacks=latent.LATENT_STACKS, read=latent.latent_fields,
+        change=latent.in_our_order),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
         required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),

@@ -124,6 +124,9 @@ BAD_TARGETS = {
        for key, value in (("clip_qkv", 8.0), ("alibi", True), ("logit_softcap", 30.0))},
     **{f"{key} {value}": (folder_with(**{key: value}), f"{key} is {value!r}; expected a valid ")
        for key, value in (("rope_scaling", 64), ("layer_types", 3), ("use_sliding_window", "false"))},
+    "an MTP layer of a family without": (
+        folder_with(add={"mtp.fc.weight": torch.zeros(32, 64)}, rope_scaling=None, use_sliding_window=True),
+        "mtp.fc.weight"),
     "no heads": (folder_with(num_attention_heads=0), "num_attention_heads is 0; expected greater than or"),
     "letters for layers": (
         folder_with(no_rope_layers=["a"]), "no_rope_layers.0 is 'a'; expected a valid integer"),
