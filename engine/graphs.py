@@ -18,7 +18,7 @@ import torch
 import extensions
 from common.errors import InputError, first_line
 
-GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
+GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, inductor's benchmarks 256 MB
 NAMES = {"draft_and_verify": "step", "accept_and_commit": "commit"}  # of functions, in the log
 
 

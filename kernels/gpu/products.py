@@ -16,10 +16,8 @@ time over the same weights, which the later ones find in L2.
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import triton
@@ -41,8 +39,6 @@ from kernels.quantized import INT8_ACTIVATION_MODES, MXFP4, Quantized, Quantized
 from kernels.stored import expand_scales, pack_values, values
 
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
-# The index of the tile in `tile_configs`; None: the fastest, or the first one with several ranks.
-tile_index: int | None = 0 if INTERPRETED else None
 # The interpreter has no inline assembly and no bfloat16 products; float32 gives the same values.
 TO_FLOAT32 = tl.constexpr(INTERPRETED)
 
@@ -138,13 +134,13 @@ def product_kernel(
     x, weight, scale, bias, residual, out, partial_sums, arrived, M, N, K,
     BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    RESIDENT: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute out [M, N] = x [M, K] @ (weight [N, K] * scale)^T + bias [N] + residual [M, N], if any.
 
     weight: BITS 4 or 8 in register order, FLOATS: e4m3. scale: [K/GROUP, N], or [N] if GROUP is 0. EVEN_K:
-    BLOCK_K divides K. RESIDENT: programs of a multiprocessor, used by the grid only. partial_sums: scratch
-    for two tiles per program. arrived: zeros, and zeros again afterwards. Sums are float32.
+    BLOCK_K divides K. partial_sums: scratch for two tiles per program. arrived: zeros, and zeros again
+    afterwards. Sums are float32.
     """
     wait_for_previous(PDL)
     worker, workers = tl.program_id(1), tl.num_programs(1)
@@ -192,39 +188,23 @@ def block_m(tokens: int, dtype: torch.dtype, bits: int, group: int) -> int:
     return min(max(16, triton.next_power_of_2(tokens)), largest)
 
 
-def tile_configs(tokens: int, dtype: torch.dtype, bits: int, shared: int) -> list[triton.Config]:
-    """Return the tiles to try for this BLOCK_M, the default first. All fit in `shared` bytes.
+def tile_config(tokens: int, dtype: torch.dtype, bits: int, shared: int) -> tuple[triton.Config, int]:
+    """Return the tile for this BLOCK_M, and how many of its programs a multiprocessor of an H100 holds.
 
-    bits: of a weight's value. The default spills no registers on an A100, an H100 and a B200. RESIDENT:
-    programs that a multiprocessor of an H100 holds. Tiles of 16 to 64 tokens were measured on an H200.
+    bits: of a weight's value. The tile fits in `shared` bytes and spills no registers on an A100, an H100 and
+    a B200. On an H200 no other tile was more than 8 % faster for any layer of an 8B
+    (benchmarks/results/gpu-products.json).
     """
-    def config(block_n: int, block_k: int, warps: int, stages: int, resident: int) -> triton.Config:
-        stage_bytes = block_k * (2 * tokens + block_n * bits // 8)  # upper bound: one stage is in registers
-        tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "RESIDENT": resident}
-        return triton.Config(tile, num_warps=warps, num_stages=min(stages, shared // stage_bytes))
-
     if dtype == torch.float32:  # for tests: products without tensor cores fill registers
-        return [config(64, 64, 4, 1, 2)]
-    tiles = {
-        (16, 4): ((64, 128, 4, 6, 3), (64, 256, 4, 4, 3), (128, 128, 8, 6, 1)),
-        (16, 8): ((64, 128, 4, 4, 3), (64, 256, 4, 3, 2)), (64, 4): ((128, 128, 8, 4, 1),),
-        (64, 8): ((64, 128, 4, 4, 2), (64, 64, 4, 4, 2)), (128, 8): ((128, 64, 8, 5, 1), (64, 64, 4, 4, 2)),
-    }
-    return [config(*tile) for tile in tiles.get((tokens, bits), ((64, 128, 4, 5, 2), (64, 64, 4, 8, 2)))]
-
-
-@cache
-def _tuned_kernel(tokens: int, bits: int, shared: int):
-    """Return the kernel that times `tile_configs` at its first call for an N, K and group."""
-    def milliseconds(call, quantiles):
-        try:
-            return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
-        except torch.OutOfMemoryError:  # of the benchmark's own buffer: the first tile wins
-            return [math.inf] * len(quantiles)
-
-    configs = tile_configs(tokens, torch.bfloat16, bits, shared)
-    key = ["N", "K", "BLOCK_M", "BITS", "FLOATS", "GROUP"]
-    return triton.autotune(configs, key, do_bench=milliseconds, cache_results=True)(product_kernel)
+        block_n, block_k, warps, stages, resident = 64, 64, 4, 1, 2
+    else:
+        block_n, block_k, warps, stages, resident = {
+            (16, 4): (64, 128, 4, 6, 3), (16, 8): (64, 128, 4, 4, 3), (64, 4): (128, 128, 8, 4, 1),
+            (64, 8): (64, 128, 4, 4, 2), (128, 8): (128, 64, 8, 5, 1),
+        }.get((tokens, bits), (64, 128, 4, 5, 2))
+    stage_bytes = block_k * (2 * tokens + block_n * bits // 8)  # upper bound: one stage is in registers
+    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k}
+    return triton.Config(tile, num_warps=warps, num_stages=min(stages, shared // stage_bytes)), resident
 
 
 def program_count(tiles: int, steps: int, processors: float, resident: int) -> int:
@@ -254,29 +234,17 @@ def linear(
     out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if float32 else x.dtype)
     _, shared, processors = gpu_of(x.device)
     tokens = block_m(len(rows), x.dtype, bits, group)
-    configs, blocks = tile_configs(tokens, x.dtype, bits, shared), triton.cdiv(len(rows), tokens)
-    # Scratch memory and counters for whichever tile is chosen.
-    programs = processors * max(c.kwargs["RESIDENT"] for c in configs)
-    columns = processors * max(c.kwargs["RESIDENT"] * c.kwargs["BLOCK_N"] for c in configs)
-    partial_sums = torch.empty(2 * columns * tokens, dtype=torch.float32, device=x.device)
-
-    def grid(tile: dict) -> tuple[int, int]:
-        tiles, steps = triton.cdiv(N, tile["BLOCK_N"]), triton.cdiv(K, tile["BLOCK_K"])
-        return blocks, program_count(tiles, steps, processors / blocks, tile["RESIDENT"])
-
-    constants = {
-        "BITS": bits, "FLOATS": floats, "GROUP": group,
-        "EVEN_K": all(K % c.kwargs["BLOCK_K"] == 0 for c in configs),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32", "BLOCK_M": tokens,
-    }
-    kernel = product_kernel
-    if tile_index is None and len(configs) > 1 and not dist.is_initialized():
-        kernel = _tuned_kernel(tokens, bits, shared)
-    else:  # ranks would measure different times, and get different sums
-        constants |= configs[tile_index or 0].all_kwargs()
-    kernel[grid](
+    config, resident = tile_config(tokens, x.dtype, bits, shared)
+    tile, blocks = config.all_kwargs(), triton.cdiv(len(rows), tokens)
+    tiles, steps = triton.cdiv(N, tile["BLOCK_N"]), triton.cdiv(K, tile["BLOCK_K"])
+    workers = program_count(tiles, steps, processors / blocks, resident)
+    partial_sums = torch.empty(
+        2 * blocks * workers * tokens * tile["BLOCK_N"], dtype=torch.float32, device=x.device)
+    product_kernel[blocks, workers](
         rows.contiguous(), weight, scale, bias, None if residual is None else residual.contiguous(), out,
-        partial_sums, arrival_counters(x.device, programs), len(rows), N, K, **constants,
+        partial_sums, arrival_counters(x.device, blocks * workers), len(rows), N, K, BITS=bits, FLOATS=floats,
+        GROUP=group, EVEN_K=K % tile["BLOCK_K"] == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tokens, **tile,
         **launch_options(x.device),
     )
     return out

@@ -184,31 +184,26 @@ def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spille
 
 
 def choices():
-    """(compute capability, kind of weights, rows of a tile, number of the tile) of products in bfloat16.
-
-    On an H200 all that are tried, of q4 in groups of 64; elsewhere, and in other groups, the first.
-    """
+    """(compute capability, kind of weights, rows of a tile) of products in bfloat16."""
     for capability in (80, 86, 89, 90, 100, 120):
         for kind in ("int8", "q4/32", "q4/64", "q4/128", "q8/16", "q8/32", "f8/128"):
-            (bits, group, _), whole = WEIGHTS[kind], capability == 90 and kind in ("int8", "q4/64")
+            bits, group, _ = WEIGHTS[kind]
             for rows in sorted({products.block_m(rows, BF16, bits, group) for rows in (1, 17, 60, 130)}):
-                tried = products.tile_configs(rows, BF16, bits, SHARED[capability])
-                for choice in range(len(tried) if whole else 1):
-                    case = capability, kind, rows, choice
-                    yield case if case in QUICK else expensive(case)[0]
+                case = capability, kind, rows
+                yield case if case in QUICK else expensive(case)[0]
 
 
-QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "q4/64", 16, 0), (90, "q8/16", 16, 0)
+QUICK = (86, "int8", 128), (90, "int8", 64), (90, "q4/64", 16), (90, "q8/16", 16)
 
 
-@pytest.mark.parametrize("capability, kind, rows, choice", choices())
-def test_products(capability, kind, rows, choice):
-    tile = products.tile_configs(rows, BF16, WEIGHTS[kind][0], SHARED[capability])[choice]
+@pytest.mark.parametrize("capability, kind, rows", choices())
+def test_products(capability, kind, rows):
+    tile, resident = products.tile_config(rows, BF16, WEIGHTS[kind][0], SHARED[capability])
     little = capability in (86, 89, 120) and kind != "int8"
     made = multiply(capability, products.product_kernel, kind, tile, rows, spilled=24 if little else 0)
     assert not made.chained
     if capability == 90:
-        resident, threads = tile.kwargs["RESIDENT"], 32 * tile.num_warps
+        threads = 32 * tile.num_warps
         assert resident * (made.shared + 1024) <= SHARED[90] + 1024
         assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
         assert in_flight(made) == {"0x0"}  # a product ends before its inputs are overwritten
@@ -217,20 +212,20 @@ def test_products(capability, kind, rows, choice):
 @pytest.mark.parametrize("shared", sorted({*SHARED.values()} - {SHARED[75]}))
 @pytest.mark.parametrize("bits, rows", [(bits, rows) for bits in (4, 8) for rows in (16, 32, 64, 128)])
 def test_every_tile_fits(shared, bits, rows):
-    """By an upper bound of all versions of Triton: what does not fit is launched by ranks, and raises."""
-    for tile in products.tile_configs(rows, BF16, bits, shared):
-        held = tile.kwargs["BLOCK_K"] * (2 * rows + tile.kwargs["BLOCK_N"] * bits // 8)
-        assert tile.num_stages > 1 and tile.num_stages * held <= shared
+    """By an upper bound of all versions of Triton: a launch of what does not fit raises."""
+    tile, _ = products.tile_config(rows, BF16, bits, shared)
+    held = tile.kwargs["BLOCK_K"] * (2 * rows + tile.kwargs["BLOCK_N"] * bits // 8)
+    assert tile.num_stages > 1 and tile.num_stages * held <= shared
 
 
 @pytest.mark.parametrize("capability", THREE)
 @pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
 @pytest.mark.parametrize("kind", ("int8", "q4/64"))
 def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
-    """What is tried first; inputs that no tile divides."""
+    """Also inputs that no tile divides."""
     bits, group, _ = WEIGHTS[kind]
     rows = products.block_m(60, dtype, bits, group)
-    tile = products.tile_configs(rows, dtype, bits, SHARED[capability])[0]
+    tile, _ = products.tile_config(rows, dtype, bits, SHARED[capability])
     multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
 
 

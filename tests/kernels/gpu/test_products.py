@@ -49,9 +49,8 @@ def error(found, want):
 
 @pytest.mark.parametrize("dtype, limit", DTYPES)
 @pytest.mark.parametrize("rows, mode, N, K", CASES)
-def test_products(device, monkeypatch, dtype, limit, rows, mode, N, K):
+def test_products(device, dtype, limit, rows, mode, N, K):
     """Sums are rounded once, what is added to the residual stream first, as elsewhere; logits are not."""
-    monkeypatch.setattr(products, "tile_index", 0)  # float32 results may have another fastest tile
     layer, x, onto = case(device, dtype, mode, rows, N, K)
     want, alone, both, logits = exactly(layer, x), layer(x), layer(x, onto), layer.logits(x)
     assert error(alone, want) < limit and error(both, want + onto.double()) < limit
@@ -84,7 +83,7 @@ def test_every_value(device, mode):
 def test_programs_share_tiles(device, dtype, mode, bits):
     """One tile of columns and many inputs: the sums come in parts, the same at every call."""
     layer, x, _ = case(device, dtype, mode, 3, 64, 4096, bias=False)
-    tile = products.tile_configs(16, dtype, bits, 1 << 17)[0].kwargs
+    tile = products.tile_config(16, dtype, bits, 1 << 17)[0].kwargs
     assert tile["BLOCK_N"] == 64 and 4096 // tile["BLOCK_K"] >= 2 * products.MIN_STEPS
     found = layer(x)
     assert error(found, exactly(layer, x)) < (2e-2 if dtype == torch.bfloat16 else 2e-6)
