@@ -12,9 +12,11 @@
 #           length and speed of three trees, transformers
 #
 # steps and modes run random weights of SHAPE (llama-3.1-8b), made on the GPU. real needs CHECKPOINT
-# (checkpoints/smollm2-135m), or a small GGUF file of it in parts, `split -b 48M FILE runs/carry/part-`; HEAD
+# (checkpoints/smollm2-135m), or a small GGUF file of it in parts, `split -b 32M FILE runs/carry/part-`; HEAD
 # (heads/smollm2-135m-eagle3); and QUESTIONS, JSON lines.
-# Wheels in runs/wheels are installed first, outside the project. PYTHON is .venv/bin/python, or else python3.
+# Wheels in runs/wheels are installed first, outside the project: where they are missing pydantic (with what
+# it requires) and, for a GGUF file, gguf; pytest-xdist and execnet run tests side by side.
+# PYTHON is .venv/bin/python, or else python3.
 # Raw figures go to benchmarks/results/gpu-*, or to OUT.
 
 set -u
@@ -42,10 +44,12 @@ step() {
     part 280 "$name" "$PYTHON" benchmarks/step.py --name "gpu-$name" --shape "$SHAPE" "$@"
 }
 
-# tests SECONDS NAME WHICH...: tests that compile beside the others; nothing is measured until they end.
+# tests SECONDS NAME PROCESSES WHICH...: tests that compile beside the others; nothing is measured until they
+# end.
 tests() {
-    seconds=$1 name=$2
-    shift 2
+    seconds=$1 name=$2 processes=$3
+    shift 3
+    "$PYTHON" -c 'import xdist' 2>/dev/null && set -- -n "$processes" "$@"
     part "$seconds" "$name" flock -s "$TURNS" "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q "$@"
 }
 
@@ -64,8 +68,8 @@ run_steps() {
     step tree-8 --tree 8,2,4 --context 128 8192 --top 8 &
     step tree-16 --tree 16,4,5 --context 128 8192 --no-check &
     step tree-60 --tree 60,7,10 --context 128 8192 --top 20 --no-check &
-    tests 120 kernels -n 3 tests/kernels/gpu &
-    tests 120 captured -n 2 tests/engine/test_cuda.py -k "tiny and (eagle3 or lookup) and not fp8" &
+    tests 120 kernels 3 tests/kernels/gpu &
+    tests 120 captured 2 tests/engine/test_cuda.py -k "tiny and (eagle3 or lookup) and not fp8" &
     wait
 }
 
@@ -96,7 +100,7 @@ run_real() {
         part 220 "tree $tree" "$PYTHON" "$@" --name "gpu-real-${tree%%,*}" --tree "$tree" &
     done
     part 220 transformers "$PYTHON" "$@" --name gpu-real-transformers --no-ours --transformers --limit 4 &
-    tests 150 text tests/engine/test_cuda.py -k "smollm2 and eagle3" &
+    tests 150 text 0 tests/engine/test_cuda.py -k "smollm2 and eagle3" &
     wait
 }
 

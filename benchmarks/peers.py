@@ -34,7 +34,6 @@ import ours
 import torch
 from bench import Contender, positive
 from plots import picture
-from processes import LlamaServer, OpenVino
 from shapes import shape_of
 
 from checkpoint.load import read_config
@@ -89,6 +88,10 @@ def transformers_of(o, stop_ids: list[int]) -> dict[str, Entry]:
 
 def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
     """Return the contenders that are programs. started: ends them. Raise InputError."""
+    if not (o.gguf or o.openvino):
+        return {}
+    from processes import LlamaServer, OpenVino  # httpx: a GPU machine may not have it
+
     found, plain = {}, ""
 
     def add(name: str, binary: str, file: str, *more: object, plain: str | None = None) -> None:
