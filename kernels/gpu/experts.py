@@ -20,7 +20,7 @@ from torch import Tensor
 from families.experts import Experts
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import launch_options, wait_for_previous
-from kernels.gpu.products import TO_FLOAT32, kernel_operands, reorder, sum_quantized
+from kernels.gpu.products import kernel_operands, reorder, sum_floats, sum_quantized
 from kernels.quantized import QuantizedStack
 
 MAX_BLOCK_M, STORED_BLOCK_M = 128, 32  # the latter of kinds of `kernels.stored`: they take two tiles of sums
@@ -58,22 +58,6 @@ def sort_kernel(
 
 
 @triton.jit
-def add_floats(sums, rows, valid, weight, tile, K, N, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Add a tile's products to sums [BLOCK_N, BLOCK_M], weight [N, K] in the dtype of the inputs."""
-    input_, column = tl.arange(0, BLOCK_K), tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = weight + column.to(tl.int64)[:, None] * K + input_[None]
-    for k in range(0, K, BLOCK_K):
-        inside = (EVEN_K | (k + input_ < K))[None]
-        a = tl.load(rows[:, None] + input_[None] + k, mask=valid[:, None] & inside, other=0.0)
-        w = tl.load(columns + k, mask=(column < N)[:, None] & inside, other=0.0)
-        if TO_FLOAT32:
-            a, w = a.to(tl.float32), w.to(tl.float32)
-        sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
-    return sums
-
-
-@triton.jit
 def grouped_kernel(
     x, weight, scale, bias, totals, shifts, order, tiles, out, N, K, STRIDE, SHARING, BITS: tl.constexpr,
     FLOATS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -95,9 +79,11 @@ def grouped_kernel(
         token, weight = (assignment // SHARING).to(tl.int64), weight + expert * STRIDE
         rows = x + token * K
         part = tl.program_id(1)
+        column = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        exists = tl.minimum(column, N - 1).to(tl.int64)
         if BITS == 16:
-            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            sums = add_floats(sums, rows, valid, weight, part, K, N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K)
+            steps = tl.cdiv(K, BLOCK_K)
+            sums = sum_floats(rows, valid, weight + exists * K, 0, steps, K, EVEN_K, PRECISION, BLOCK_K)
         else:
             sums = sum_quantized(
                 rows, valid, weight, scale + expert * N * (K // GROUP if GROUP else 1), part, 0,
@@ -106,9 +92,9 @@ def grouped_kernel(
         if shifts is not None:
             precision: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
             groups = K // GROUP
-            of_rows, factors = totals + token * groups, shifts + expert * N * groups
-            sums = add_floats(sums, of_rows, valid, factors, part, groups, N, False, precision, BLOCK_N, 16)
-        column = part * BLOCK_N + tl.arange(0, BLOCK_N)
+            of_rows, factors = totals + token * groups, shifts + (expert * N + exists) * groups
+            sums += sum_floats(
+                of_rows, valid, factors, 0, tl.cdiv(groups, 16), groups, False, precision, 16)
         if bias is not None:
             sums += tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
         to = out + assignment.to(tl.int64)[:, None] * N + column[None]

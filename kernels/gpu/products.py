@@ -106,6 +106,27 @@ def sum_quantized(
 
 
 @triton.jit
+def sum_floats(
+    rows, valid, weight, start, stop, K, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """Return the sums [BLOCK_N, BLOCK_M] of steps start ... stop - 1, in float32.
+
+    rows [BLOCK_M], weight [BLOCK_N]: pointers to the K inputs of each token and output. Weights of outputs
+    that do not exist may be any.
+    """
+    sums = tl.zeros((weight.shape[0], rows.shape[0]), tl.float32)
+    for step in range(start, stop):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (EVEN_K | (k < K))[None]
+        a = tl.load(rows[:, None] + k[None], mask=valid[:, None] & inside, other=0.0)
+        w = tl.load(weight[:, None] + k[None], mask=inside, other=0.0)
+        if TO_FLOAT32:
+            a, w = a.to(tl.float32), w.to(tl.float32)
+        sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
 def sum_partials(partial_sums, arrived, worker, first_worker, others, is_later, sums, valid):
     """Store this worker's sums of a tile. In the last worker to arrive, return the sums of all.
 
@@ -130,19 +151,81 @@ def sum_partials(partial_sums, arrived, worker, first_worker, others, is_later, 
 
 
 @triton.jit
-def product_kernel(
-    x, weight, scale, bias, residual, out, partial_sums, arrived, M, N, K,
-    BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute out [M, N] = x [M, K] @ (weight [N, K] * scale)^T + bias [N] + residual [M, N], if any.
+def prefetch(pointers):
+    """Load the cache lines at `pointers` into L2."""
+    text: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(text, "=r,l", [pointers], tl.int32, False, 1)
 
-    weight: BITS 4 or 8 in register order, FLOATS: e4m3. scale: [K/GROUP, N], or [N] if GROUP is 0. EVEN_K:
-    BLOCK_K divides K. partial_sums: scratch for two tiles per program. arrived: zeros, and zeros again
-    afterwards. Sums are float32.
+
+@triton.jit
+def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return the outputs of a tile [BLOCK_N]. GATED: half of them gates, half those that they multiply."""
+    n = tl.arange(0, BLOCK_N)
+    if GATED:
+        n = tile * (BLOCK_N // 2) + n % (BLOCK_N // 2) + n // (BLOCK_N // 2) * (N // 2)
+    else:
+        n += tile * BLOCK_N
+    return n
+
+
+@triton.jit
+def store_outputs(
+    sums, tile, squares, bias, residual, out, norm, weighted, next_squares, M, N, K, TILES, eps,
+    GATED: tl.constexpr,
+):
+    """Compute a tile's outputs from its sums [BLOCK_N, BLOCK_M], see `product_kernel`."""
+    BLOCK_N: tl.constexpr = sums.shape[0]
+    BLOCK_M: tl.constexpr = sums.shape[1]
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.arange(0, BLOCK_M)
+    valid = (tl.program_id(0) * BLOCK_M + row < M)[:, None]
+    if squares is not None:
+        total, some = tl.zeros((BLOCK_M,), tl.float32), tl.arange(0, 16)
+        for first in range(0, TILES, 16):
+            at, mask = (first + some)[:, None] * BLOCK_M + row[None], (first + some < TILES)[:, None]
+            total += tl.sum(tl.load(squares + at, mask=mask, other=0.0), 0)
+        sums *= tl.rsqrt(total / K + eps)[None]
+    if bias is not None:
+        n = outputs_of(tile, N, BLOCK_N, GATED)
+        sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(sums.reshape(2, WIDTH, BLOCK_M).permute(1, 2, 0))
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        sums = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        N = N // 2
+    column = tile * WIDTH + tl.arange(0, WIDTH)
+    y = tl.trans(sums).to(dtype)
+    block = (tl.program_id(0) * BLOCK_M).to(tl.int64) * N  # offsets within a tile fit 32 bits
+    at, inside = row[:, None] * N + column[None], valid & (column < N)[None]
+    if residual is not None:
+        y = tl.load(residual + block + at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)
+    tl.store(out + block + at, y.to(dtype), mask=inside)
+    if norm is not None:
+        y = y.to(dtype).to(tl.float32)
+        tl.store(weighted + at, (y * tl.load(norm + column)[None].to(tl.float32)).to(dtype), mask=inside)
+        tl.store(next_squares + tile * BLOCK_M + row, tl.sum(tl.where(valid, y * y, 0.0), 1))
+
+
+@triton.jit
+def product_kernel(
+    x, weight, scale, squares, bias, residual, out, norm, weighted, next_squares, partial_sums, arrived, M, N,
+    K, TILES, eps, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):
+    """Compute out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, and what follows it, in this order.
+
+    weight: BITS 4 or 8 in register order, FLOATS: e4m3; or 16, without scale. scale: [K/GROUP, N], or [N] if
+    GROUP is 0. squares [TILES, BLOCK_M]: sums of squares of each token, whose RMSNorm's factor multiplies the
+    product. bias [N]. GATED: SwiGLU of the first and the second half of the N outputs. residual [M, N]: is
+    added. norm [N]: also write weighted = out * norm, and out's sums of squares by tile. squares, norm: for
+    one block of tokens, and tiles of whole outputs, as GATED.
+
+    EVEN_K: BLOCK_K divides K. partial_sums: scratch for two tiles per program. arrived: zeros, and zeros
+    again afterwards. PREFETCHED: steps of 16-bit weights that a program asks L2 for while it waits. Sums are
+    float32.
     """
-    wait_for_previous(PDL)
     worker, workers = tl.program_id(1), tl.num_programs(1)
     block_workers = tl.program_id(0) * workers  # number of the first worker of this block of tokens
     steps = tl.cdiv(K, BLOCK_K)
@@ -150,14 +233,24 @@ def product_kernel(
     share = tl.cdiv(work, workers)
     first = worker * share
     end = tl.minimum(first + share, work)
+    if PDL and BITS == 16:  # weights do not depend on the kernel before this one
+        line = tl.arange(0, BLOCK_K // 64) * 64
+        for step in range(first, tl.minimum(first + PREFETCHED, end)):
+            rows = weight + outputs_of(step // steps, N, BLOCK_N, GATED).to(tl.int64) * K
+            prefetch(rows[:, None] + (step % steps * BLOCK_K + line)[None])
+    wait_for_previous(PDL)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = row < M
+    rows, valid = x + row.to(tl.int64) * K, row < M
     for tile in range(first // steps, tl.cdiv(end, steps)):
         start, stop = tl.maximum(first - tile * steps, 0), tl.minimum(end - tile * steps, steps)
-        sums = sum_quantized(
-            x + row.to(tl.int64) * K, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP,
-            EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
-        )
+        if BITS == 16:
+            columns = weight + outputs_of(tile, N, BLOCK_N, GATED).to(tl.int64) * K
+            sums = sum_floats(rows, valid, columns, start, stop, K, EVEN_K, PRECISION, BLOCK_K)
+        else:
+            sums = sum_quantized(
+                rows, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP, EVEN_K, PRECISION,
+                BLOCK_N, BLOCK_K,
+            )
         is_last = stop - start == steps
         if stop - start < steps:
             first_worker = tile * steps // share
@@ -167,16 +260,10 @@ def product_kernel(
                 tl.minimum(start, 1), sums, valid,
             )
         if is_last:
-            column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            if bias is not None:
-                sums += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
-            y = tl.trans(sums).to(out.dtype.element_ty)
-            block = (tl.program_id(0) * BLOCK_M).to(tl.int64) * N  # offsets within a tile fit 32 bits
-            at = tl.arange(0, BLOCK_M)[:, None] * N + column[None]
-            inside = valid[:, None] & (column < N)[None]
-            if residual is not None:
-                y = tl.load(residual + block + at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)
-            tl.store(out + block + at, y.to(out.dtype.element_ty), mask=inside)
+            store_outputs(
+                sums, tile, squares, bias, residual, out, norm, weighted, next_squares, M, N, K, TILES, eps,
+                GATED,
+            )
 
 
 def block_m(tokens: int, dtype: torch.dtype, bits: int, group: int) -> int:
@@ -241,10 +328,10 @@ def linear(
     partial_sums = torch.empty(
         2 * blocks * workers * tokens * tile["BLOCK_N"], dtype=torch.float32, device=x.device)
     product_kernel[blocks, workers](
-        rows.contiguous(), weight, scale, bias, None if residual is None else residual.contiguous(), out,
-        partial_sums, arrival_counters(x.device, blocks * workers), len(rows), N, K, BITS=bits, FLOATS=floats,
-        GROUP=group, EVEN_K=K % tile["BLOCK_K"] == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tokens, **tile,
+        rows.contiguous(), weight, scale, None, bias, None if residual is None else residual.contiguous(),
+        out, None, None, None, partial_sums, arrival_counters(x.device, blocks * workers), len(rows), N, K,
+        0, 0.0, BITS=bits, FLOATS=floats, GROUP=group, GATED=False, EVEN_K=K % tile["BLOCK_K"] == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tokens, PREFETCHED=0, **tile,
         **launch_options(x.device),
     )
     return out
