@@ -13,7 +13,7 @@
 #
 # steps and modes run random weights of SHAPE (llama-3.1-8b), made on the GPU. real needs CHECKPOINT
 # (checkpoints/smollm2-135m), or a small GGUF file of it in parts, `split -b 32M FILE runs/carry/part-`; HEAD
-# (heads/smollm2-135m-eagle3); and QUESTIONS, JSON lines.
+# (heads/smollm2-135m-eagle3), unless CHECKPOINT has a converted one; and QUESTIONS, JSON lines.
 # Wheels in runs/wheels are installed first, outside the project: where they are missing pydantic (with what
 # it requires) and, for a GGUF file, gguf; pytest-xdist and execnet run tests side by side.
 # PYTHON is .venv/bin/python, or else python3.
@@ -93,9 +93,11 @@ run_real() {
             "$PYTHON" convert_checkpoint.py --checkpoint runs/carry/model.gguf --out "$CHECKPOINT" --dtype bf16
     }
     [ -d "$CHECKPOINT" ] || { echo "left out: real (no $CHECKPOINT)"; return; }
+    [ -d "$CHECKPOINT/eagle3" ] ||
+        "$PYTHON" convert_checkpoint.py --checkpoint "${HEAD:-heads/smollm2-135m-eagle3}" --target "$CHECKPOINT"
     [ -f "${QUESTIONS:-}" ] || { echo "left out: real (no QUESTIONS)"; return; }
     set -- benchmarks/peers.py --checkpoint "$CHECKPOINT" --questions "$QUESTIONS" --limit 12 --max-new-tokens 200 \
-        --methods "eagle3=${HEAD:-heads/smollm2-135m-eagle3}"
+        --methods eagle3
     for tree in 8,2,4 16,4,5 60,7,10; do
         part 220 "tree $tree" "$PYTHON" "$@" --name "gpu-real-${tree%%,*}" --tree "$tree" &
     done
