@@ -14,20 +14,26 @@ from drafters.mixed import Mixed
 from drafters.ngram import NGram
 from engine.engine import Engine
 from kernels.choose import choose_backend
+from quantize import main as quantize
 from tree import TreeShape
 
 TARGETS = {"Gemma 4 E2B": {}, "Gemma 4 31B": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}}
 
 
-def make_assistant(folder, name: str, ordered: bool):
-    """Write a random assistant of a tiny target as published -> the model of transformers."""
+def make_assistant(folder, name: str, ordered: bool, **target):
+    """Write a random assistant of a tiny target as published -> the model of transformers.
+
+    target: sizes of it that differ.
+    """
     transformers = pytest.importorskip("transformers")
-    shape = SIZES | GEMMA4 | TARGETS[name] | {
+    width = (SIZES | target)["hidden_size"]
+    shape = SIZES | GEMMA4 | TARGETS[name] | target | {
         "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
-        "vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
     config = transformers.Gemma4AssistantConfig(
-        text_config=shape, backbone_hidden_size=SIZES["hidden_size"], use_ordered_embeddings=ordered,
-        num_centroids=16, centroid_intermediate_top_k=5)
+        text_config=shape, backbone_hidden_size=width, use_ordered_embeddings=ordered, num_centroids=16,
+        centroid_intermediate_top_k=5)
     with pytest.MonkeyPatch.context() as patch:  # refused by transformers 5.23
         patch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", ["reuse"] * 3)
         model = transformers.Gemma4AssistantForCausalLM(config).float().eval()
@@ -72,20 +78,26 @@ def test_logits_of_transformers(tmp_path, ordered):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name, ordered, dtype, kernels", [
-    ("Gemma 4 E2B", True, "bf16", True), ("Gemma 4 31B", False, "fp32", True),
-    ("Gemma 4 31B", True, "fp32", False)])
-def test_drafted_text_is_plain_text(tmp_path, name, ordered, dtype, kernels):
+@pytest.mark.parametrize("name, ordered, mode", [
+    ("Gemma 4 E2B", True, "bf16"), ("Gemma 4 31B", False, "fp32"), ("Gemma 4 31B", True, "fp32, PyTorch"),
+    ("Gemma 4 E2B", True, "int4"), ("Gemma 4 31B", False, "int8")])
+def test_drafted_text_is_plain_text(tmp_path, name, ordered, mode):
     """Of requests in batches, as they come and go, also joined with prompt lookup."""
-    make_target(tmp_path / "target", name)
-    make_assistant(tmp_path / "assistant", name, ordered)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "global_head_dim": 32,
+             "hidden_size_per_layer_input": 32 * ("E2B" in name)}
+    make_target(tmp_path / "target", name, **sizes)
+    make_assistant(tmp_path / "assistant", name, ordered, **sizes)
+    dtype = "fp32" if "fp32" in mode else "bf16"
     folder = convert(tmp_path / "target", tmp_path / "out", dtype=dtype, quiet=True)
+    convert(tmp_path / "assistant", target=folder, dtype=dtype, quiet=True)
+    if "int" in mode:
+        options = ["--group", "32", "--method", "nearest"] if mode == "int4" else []
+        source, folder = folder, tmp_path / mode
+        assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(folder), *options]) == 0
     target, _ = load_model(folder)
-    if kernels:
-        assert choose_backend("cpu").prepare(target)
-    head = load_head(convert(tmp_path / "assistant", target=folder, dtype=dtype, quiet=True), target, "mtp")
-    if kernels:
-        target.backend.prepare(head)
+    head = load_head(folder / "mtp", target, "mtp")
+    if "PyTorch" not in mode:
+        assert choose_backend("cpu").prepare(target, head) and target.runs_on_backend
     asked = requests(6, seed=5)
     plain = alone((target, None), asked)
     for joined in False, True:

@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.blocks import published
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
 from helpers.families import converted
-from helpers.heads import add_heads
+from helpers.heads import add_heads, write_head
 from helpers.published import PUBLISHED, convert_published
 
+from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
-from checkpoint.quantizing import QuantizationPlan, quantize_folder
-from engine.draft import HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import Request
@@ -23,7 +23,7 @@ from engine.target import load_target
 from kernels.choose import choose_backend
 from kernels.cpu_cache import Int8Caches
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
-from kernels.quantized import Scheme
+from quantize import main as quantize
 from tree import TreeShape
 
 PROMPTS = [list(b"u:the tide comes in and the tide\na:"), [256, *range(97, 120)], [256, 1]]
@@ -119,23 +119,12 @@ FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2-MoE", "Gemma 4
     pytest.param(name, marks=[pytest.mark.expensive] * (name != "Qwen3-Next")) for name in FAMILIES
 ])
 def family(request, tmp_path_factory):
-    return family_of(tmp_path_factory.mktemp("family"), request.param)
-
-
-def family_of(
-    made, name: str, dtype: str = "fp32", scheme: Scheme | None = None, kv: str = "auto", **sizes
-) -> tuple:
     """Return (target on kernels, raw target, [EAGLE-3, EAGLE-1 head], requests, plain outputs)."""
-    published = name in PUBLISHED
-    folder = convert_published(made, name, dtype) if published else converted(made, name, dtype, **sizes)[1]
-    if scheme:
-        quantize_folder(QuantizationPlan.from_folder(folder, scheme), folder := made / "quantized")
+    made = tmp_path_factory.mktemp("family")
+    _, folder = converted(made, request.param, "fp32")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
     assert choose_backend("cpu").prepare(target)
-    if not target.is_recurrent:
-        target.Caches = target.backend.caches[kv]
-    folders = add_heads(made, folder, target.args.hidden_size)
-    heads = [load_head(head, target) for head in folders]
+    heads = [load_head(head, target) for head in add_heads(made, folder, target.args.hidden_size)]
     target.backend.prepare(*heads)
     asked = requests(6, seed=5)  # greedy and sampled, longer than sliding windows and kernel blocks
     return target, raw, heads, asked, alone((target, None), asked)
@@ -158,25 +147,50 @@ def test_families(family, name):
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)
 
 
-SCHEMES = {"bf16": None, "int8": Scheme("int8", 0, "int8"), "int4": Scheme("int4", 32, "int8")}
 QUICK = {
-    ("LiquidAI/LFM2-8B-A1B", "int4"), ("google/gemma-2-2b-it", "bf16"), ("gpt-oss", "bf16"),
-    ("allenai/Olmo-3-7B-Instruct", "int8"), ("HuggingFaceTB/SmolLM3-3B", "int8"), ("Gemma 3", "bf16"),
-    ("ibm-granite/granite-4.0-micro", "int4"),
+    ("LiquidAI/LFM2-8B-A1B", "int4", "eagle3"), ("google/gemma-2-2b-it", "bf16", "eagle3"),
+    ("gpt-oss", "bf16", "eagle3"), ("allenai/Olmo-3-7B-Instruct", "int8", "eagle3"),
+    ("HuggingFaceTB/SmolLM3-3B", "int8", "eagle3"), ("Gemma 3", "bf16", "eagle3"),
+    ("ibm-granite/granite-4.0-micro", "int4", "eagle3"), ("GLM-4.7-Flash", "int4", "mtp"),
+    ("LiquidAI/LFM2.5-1.2B-Instruct", "int8", "dspark"),
+}
+OWN_HEADS = [  # of families, but Gemma 4's assistants: see test_assistant.py
+    ("GLM-4.7-Flash", "mtp"), ("LiquidAI/LFM2.5-1.2B-Instruct", "dspark"),
+    ("google/gemma-4-12B-it", "dflash"),
+]
+GROUPED = {  # groups of 32 divide them
+    "eagle3": {"head_dim": 16},
+    "mtp": {"head_dim": 8, "v_head_dim": 32, "qk_nope_head_dim": 24, "q_lora_rank": 32},
 }
 
 
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name, mode", [
-    pytest.param(name, mode, marks=[pytest.mark.expensive] * ((name, mode) not in QUICK))
-    for name in (*PUBLISHED, *FAMILIES[2:4]) for mode in SCHEMES])
-def test_families_in_few_bits(tmp_path, name, mode):
-    """In bfloat16 over caches in int8, and with weights in int8 and int4; EAGLE-3 drafts."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    kv = "int8" if mode == "bf16" else "auto"
-    target, _, (head, _), asked, expected = family_of(tmp_path, name, "bf16", SCHEMES[mode], kv, **sizes)
-    engine = Engine(target, HeadDrafter(head, TreeShape(8, 2, 3)), batch=3, max_seq_len=300, compile=False)
+@pytest.mark.parametrize("name, mode, kind", [
+    pytest.param(name, mode, kind, marks=[pytest.mark.expensive] * ((name, mode, kind) not in QUICK))
+    for name, kind in (*((name, "eagle3") for name in (*PUBLISHED, *FAMILIES[2:4])), *OWN_HEADS)
+    for mode in ("bf16", "int8", "int4")])
+def test_families_in_few_bits(tmp_path, name, mode, kind):
+    """In bfloat16 over caches in int8, and quantized to int8 and int4 with their heads."""
+    if name in PUBLISHED:
+        folder = convert_published(tmp_path, name, "bf16")
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, **GROUPED[kind]}
+        _, folder = converted(tmp_path, name, "bf16", **sizes)
+    if kind == "eagle3":
+        add_heads(tmp_path, folder, 64)
+    elif kind != "mtp":
+        write_head(tmp_path / "head", *published(kind, load_model(folder)[0]))
+        convert(tmp_path / "head", target=folder, quiet=True)
+    if mode != "bf16":
+        options = ["--group", "32", "--method", "nearest"] if mode == "int4" else []
+        source, folder = folder, tmp_path / mode
+        assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(folder), *options]) == 0
+    target = load_target(folder, Runtime("cpu", kv="int8" if mode == "bf16" else "auto"))
+    assert target.model.runs_on_backend
+    asked = requests(6, seed=5)
+    expected = alone((target.model, None), asked, stop_ids=target.config["stop_ids"])
+    engine = target.engine(DraftOptions(kind, tree=TreeShape(8, 2, 3)), batch=3, max_seq_len=300)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)
 
 
