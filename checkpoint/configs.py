@@ -33,7 +33,8 @@ def model_fields(path: Path, config: dict) -> dict:
     Raises InputError for anything that we would compute wrongly.
     """
     reject(path, config, *UNSUPPORTED)
-    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    usual = config.get("hidden_act")
+    activation = config.get("hidden_activation") or usual or "silu"
     if activation not in ACTIVATIONS:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     where = path / CONFIG if path.suffix != ".gguf" else path
@@ -67,6 +68,7 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
     """Return the sliding window of each layer, 0: none; [] if none is shorter than `longest` tokens."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else 0
     names = config.get("layer_types") or ()
+    first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
     if kinds := ["full_attention" if kind == "attention" else kind for kind in names]:
         if {*kinds} == {"full_attention"}:
             return []
@@ -75,7 +77,6 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
                              f" each of {layers} layers full_attention or, with a window, sliding_attention")
         full = [kind == "full_attention" for kind in kinds[:layers]]
     else:
-        first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
         full = [i < first or (i + 1) % period == 0 for i in range(layers)]
     windows = [0 if is_full else window or 0 for is_full in full]
     return windows if any(0 < n < longest for n in windows) else []

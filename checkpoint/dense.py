@@ -1,7 +1,9 @@
 """Dense LLaMA and Qwen targets, EAGLE-1 and EAGLE-3 heads: how published files name tensors and sizes."""
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -52,6 +54,58 @@ EXTRAS = (
     "final_logit_softcapping", "no_rope_layers", "no_rope_layer_interval", "attention_multiplier",
     "residual_multiplier", "embedding_multiplier", "logits_scaling",
 )
+
+# Keys that change nothing for text where no code reads them: of training, generation and bookkeeping; of
+# images and sound; sizes that follow from others.
+HARMLESS = re.compile(
+    r"_.*|architectures|auto_map|cache_implementation|dtype|id2label|init_method|label2id|model_type"
+    r"|pretraining_tp|torch_dtype|transformers_version|use_cache|tokenizer_class|task_specific.*"
+    r"|(max|min)_length|do_sample|early_stopping|num_beam.*|num_return_sequences|temperature|top_[kp]|typical_p"
+    r"|.*_penalty|.*no_repeat_ngram_size|bad_words_ids|.*suppress_tokens|output_\w+|return_dict.*|prefix"
+    r"|finetuning_task|problem_type|remove_invalid_values|is_decoder|torchscript|tf_legacy_loss"
+    r"|enable_audio_output|.*initializer.*|.*xavier_init|.*init.*_(scale|std)|.*(dropout|pdrop)|.*aux_loss.*"
+    r"|.*loss_coef|is_llama_config|transformers\.js_config|unsloth_\w+|neftune_\w+|medusa_\w+|max_sequence_length"
+    r"|(base_model_)?name_or_path|attn_implementation|use_flash_attn|use_bfloat16|seq_length"
+    r"|experts_per_token|initial_context_length|mtp_num_hidden_layers|mamba_ssm_dtype"
+    r"|.*token_(id|index)|(text|thinker|talker|vision|audio|code2wav)_config|(vision|image|video|audio)_.*"
+    r"|mm_.*|projector_.*|multimodal_.*|spatial_merge_size|downsample_factor|pard.*"
+    r"|block_dim|block_norm_eps|conv_dim|conv_dim_out|num_heads|mamba_chunk_size|qk_head_dim|head_dim"
+    r"|max_window_layers|no_rope_layer_interval|sliding_window|original_max_position_embeddings"
+    r"|vocab_size_per_layer_input|num_nextn_predict_layers|topk_group|quantization_config")
+
+
+class RecordedConfig(dict):
+    """A config that records which of its keys are read, also through `config | changes`."""
+
+    def __init__(self, config: dict, read: set[str] | None = None):
+        super().__init__(config)
+        self.read = set() if read is None else read
+
+    def get(self, key: str, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __or__(self, other: dict) -> RecordedConfig:
+        return RecordedConfig({**self, **other}, self.read)
+
+
+def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
+    """Raise InputError if a key was not read, is not harmless, and has a value other than off (null, 0, 1).
+
+    known: keys that tell nothing new: read under another name, or with a default.
+    """
+    off = None, False, 0, 1, "", [], {}
+    unread = {
+        key: value for key, value in config.items() if key not in config.read | {*known}
+        and not HARMLESS.fullmatch(key) and (value is True or value not in off)}
+    if unread:
+        listed = ", ".join(f"{key} {json.dumps(value)[:60]}" for key, value in unread.items())
+        raise InputError(f"{path}: {listed} is not supported: unknown to this program, and may change the"
+                         f" computation; if not, delete it from {CONFIG}")
 
 
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
@@ -141,6 +195,7 @@ class Family:
 
     names: the table of their tensors. fixed: fields of ModelArgs that the architecture implies. defaults:
     values of config keys that a config may leave out, where they differ from LLaMA's.
+    renamed: other keys of the config.
     """
 
     architecture: str  # class in transformers
@@ -148,6 +203,7 @@ class Family:
     fixed: dict = field(default_factory=dict)
     defaults: dict = field(default_factory=dict)
     stacks: dict = field(default_factory=lambda: STACKS)
+    renamed: dict = field(default_factory=dict)
 
     def config(self, source: Source) -> dict:
         """Return the source's config with the family's defaults; an explicit null means LLaMA's value."""
@@ -155,7 +211,16 @@ class Family:
 
     def fields(self, source: Source) -> dict:
         """Return the fields of ModelArgs. Raises InputError for anything that we would compute wrongly."""
-        return dense_fields(source.path / CONFIG, self.config(source)) | self.fixed
+        config = RecordedConfig(self.config(source))
+        fields = self.read_fields(source, config)
+        if source.path.suffix != ".gguf":
+            reject_unread(source.path, config, (*self.defaults, *self.renamed))
+        return fields
+
+    def read_fields(self, source: Source, config: RecordedConfig) -> dict:
+        """Return the fields as `fields` does, reading every key of the config that it knows."""
+        config.read.update(("hidden_act", "layer_types"))  # see `is_plain`
+        return dense_fields(source.path / CONFIG, config) | self.fixed
 
     def tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         """Return the source's tensors under the names of the table. config: ours; a family may add keys."""

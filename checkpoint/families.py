@@ -25,6 +25,7 @@ from checkpoint.dense import (
     Family,
     NameTable,
     Parts,
+    RecordedConfig,
     hugging_face,
     rope_of,
 )
@@ -88,7 +89,7 @@ class ExtendedFamily(Family):
 
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
-    their tensors. renamed: other keys of the config. neighbors: rotary pairs are neighboring channels.
+    their tensors. neighbors: rotary pairs are neighboring channels.
     local_unscaled: RoPE scaling is of layers without a sliding window. mtp: an MTP layer is read, as of all
     hybrids. read(path, config): returns the config without what `model_fields` does not know, and further
     fields. change(path, fields, tensors): returns the tensors under the names of the table.
@@ -98,7 +99,6 @@ class ExtendedFamily(Family):
     required: dict = field(default_factory=dict)
     interleaved: bool = False
     hybrid: bool = False
-    renamed: dict = field(default_factory=dict)
     neighbors: bool = False
     local_unscaled: bool = False
     mtp: bool = False
@@ -118,12 +118,13 @@ class ExtendedFamily(Family):
             config.pop("rope_scaling", None)
         return config
 
-    def fields(self, source: Source) -> dict:
-        path, config = source.path, self.config(source)
+    def read_fields(self, source: Source, config: RecordedConfig) -> dict:
+        path = source.path
         biased = self.fixed.get("biases") or self.fixed.get("qkv_bias") or self.neighbors
         if config.get("use_bidirectional_attention") != "vision":  # which is that of images
             reject(path, config, "use_bidirectional_attention")
-        reject(path, config, *(() if biased else ("attention_bias",)))
+        if config.get("attention_bias") and not biased:
+            reject(path, config, "attention_bias")
         for key, value in (self.required | ({"decoder_sparse_step": 1} if self.experts else {})).items():
             if config.get(key, value) != value:
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")

@@ -25,7 +25,6 @@ EXPECTED = {  # other keys, and the values that we compute
     "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,),
     "output_gate_type": ("swish", "silu"),
 }
-READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval"}
 HYBRID: NameTable = {  # the names that `rearranged` gives to tensors
     "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
     "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
@@ -55,14 +54,14 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
             raise InputError(f"{path}: {key} {config[key]!r} is not supported for this model")
     fields = {field: config.get(key, usual) for key, (field, usual) in DELTA.items()}
     layers, kinds = config.get("num_hidden_layers") or 0, config.get("layer_types")
+    period = config.get("full_attention_interval", 4)
     if kinds is None:
-        period = config.get("full_attention_interval", 4)
         kinds = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if {*kinds} != {"full_attention", "linear_attention"} or len(kinds) != layers:
         raise InputError(f"{path}: layer_types must be linear_attention or full_attention for each of"
                          f" {layers} layers, and both among them")
     fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
-    return {k: v for k, v in config.items() if k not in READ}, fields
+    return config | {"layer_types": None}, fields
 
 
 def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool) -> dict[str, Entry]:

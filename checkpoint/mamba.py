@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.dense import NameTable
+from checkpoint.dense import NameTable, RecordedConfig
 from checkpoint.source import Entry
 from common.errors import InputError
 
@@ -21,12 +21,14 @@ EXPECTED = {  # keys, and the values that we compute; transformers 5 writes infi
 }
 
 
-def mamba_fields(path: Path, config: dict) -> tuple[dict, dict]:
+def mamba_fields(path: Path, config: RecordedConfig) -> tuple[dict, dict]:
     """Return the config for `checkpoint.configs.model_fields`, and further fields. Raises InputError."""
-    config = {"position_embedding_type": "none"} | config  # null, too
+    config.setdefault("position_embedding_type", "none")  # null, too
     kinds = config.get("layer_types") or ["attention"] * (config.get("num_hidden_layers") or 0)
     layers = [int(kind in ("mamba", "linear_attention")) for kind in kinds]
+    config.read.add("num_experts_per_tok")  # of no experts
     if not any(layers):
+        config.read.update(key for key in config if key.startswith(("mamba_", "time_step")))
         return config, {}
     if {*kinds} - {"mamba", "linear_attention", "attention", "full_attention"} or all(layers):
         raise InputError(f"{path}: layer_types { {*kinds} }; expected mamba and attention")
@@ -44,7 +46,7 @@ def mamba_fields(path: Path, config: dict) -> tuple[dict, dict]:
         "delta_key_heads": config.get("mamba_n_groups", 1), "delta_key_dim": config.get("mamba_d_state", 256),
         "delta_taps": config.get("mamba_d_conv", 4),
     }
-    return {k: v for k, v in config.items() if k != "layer_types"}, fields
+    return config | {"layer_types": None}, fields
 
 
 def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:

@@ -29,10 +29,10 @@ def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
         "full_attention" if full is None or i in full else "conv" for i in range(layers)]
     if {*kinds} - {"full_attention", "conv"} or "full_attention" not in kinds:
         raise InputError(f"{path}: layer_types { {*kinds} }; expected conv and full_attention")
-    inner = config.get("intermediate_size") or 0
+    inner, unit = config.get("intermediate_size") or 0, config.get("block_multiple_of", 256)
+    factor = config.get("block_ffn_dim_multiplier", 1.0)
     if config.get("block_auto_adjust_ff_dim", True):
-        inner, unit = int(2 * inner / 3), config.get("block_multiple_of", 256)
-        inner = -(-int(config.get("block_ffn_dim_multiplier", 1.0) * inner) // unit) * unit
+        inner = -(-int(factor * int(2 * inner / 3)) // unit) * unit
     fields = {
         "conv_layers": [int(kind == "conv") for kind in kinds], "conv_taps": config.get("conv_L_cache", 3),
         "conv_bias": bool(config.get("conv_bias")), "intermediate_size": inner, "qk_norm": True,
@@ -40,4 +40,4 @@ def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
     if config.get("num_experts"):
         fields |= {"dense_layers": config.get("num_dense_layers", 2), "dense_size": inner,
                    "router_factor": config.get("routed_scaling_factor", 1.0)}
-    return {k: v for k, v in config.items() if k != "layer_types"}, fields
+    return config | {"layer_types": None}, fields

@@ -3,11 +3,13 @@
 Logits agree to 1e-4 relative, and 32 greedy tokens are equal, with plain and with speculative decoding. One
 of the prompts is longer than the windows of families that have one.
 """
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from helpers.decoding import alone, check_texts, decode, ids, requests
 from helpers.families import (
     GLM_MTP,
@@ -29,6 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint.convert import convert, family_of
+from checkpoint.families import FAMILIES
 from checkpoint.load import load_head, load_model, read_config
 from checkpoint.sharded import shards_of
 from checkpoint.source import Source
@@ -367,3 +370,28 @@ def test_keys_are_refused_or_count():
             except InputError:
                 loud.add(key)
     assert silent - loud == HARMLESS
+
+
+WRITTEN = {  # by others than today's transformers, into configs of SmolLM2, gpt-oss, Qwen3.5, merged models
+    "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"},
+    "experts_per_token": 4, "initial_context_length": 4096, "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1, "unsloth_fixed": True, "max_length": 20, "top_k": 50, "top_p": 0.9,
+    "_attn_implementation_autoset": True, "pretraining_tp": 2, "neftune_noise_alpha": 5,
+}
+ARCHITECTURES = [name for name in FAMILIES if "For" in name and hasattr(transformers, name)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_unknown_keys_are_refused_by_name(name):
+    """No key that transformers writes is; one that no code reads is, unless it says that something is off."""
+    config = json.loads(getattr(transformers, name).config_class().to_json_string(use_diff=False))
+    whole = config.get("thinker_config", config)
+    text = whole.get("text_config") or whole
+    if "GraniteMoeHybrid" in name:  # its defaults make no model that we run
+        kinds = ["attention", "mamba"] * (text["num_hidden_layers"] // 2)
+        text |= {"num_local_experts": 0, "layer_types": kinds}
+    for other in {}, {"odd_scale": 1.0, "odd_switch": False}, WRITTEN:
+        assert read_fields(name, text | other)
+    for key, value in ("odd_scale", 0.5), ("odd_switch", True), ("odd_layers", [3]):
+        with pytest.raises(InputError, match=f"{key} .* is not supported: unknown"):
+            read_fields(name, text | {key: value})
