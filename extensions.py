@@ -117,7 +117,7 @@ TOKENIZER_FILES = {
     "tokenizer.model": "tokens.sentencepiece_backend:SentencePieceBackend",
     "vocab.json": "tokens.convert:open_vocab",
 }
-CHAT_TEMPLATES, STOP_TEXTS = "tokens.templates", "tokens.stops"
+STOP_TEXTS = "tokens.stops"
 GRAMMARS = "tokens.grammar:Grammars"
 PROCESSORS = "engine.processors:Processors"  # logits processors
 SCORES_OF_SLOT = "engine.processors:scores_of"

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 # torch is imported only after the options have been parsed, so that --help is fast.
 from common import STARTED
 from common.cli import Options, command, is_distributed, log_stderr, positive, seed, within
-from common.errors import InputError
-from common.files import read_text
+from common.errors import InputError, read_text
 from engine.drafting import MAX_TREE_NODES, DraftOptions, add_drafting
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from checkpoint.folder import check_exact, check_out
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_config
 from checkpoint.quantizing import QuantizationPlan, compare, quantize_folder, text_ids
 from common.cli import Options, command, log_stderr
-from common.errors import InputError, counted
-from common.files import read_text
+from common.errors import InputError, counted, read_text
 from common.machine import use_threads
 from common.progress import progress_bar
 from common.writing import check_replaceable, staging

@@ -14,8 +14,7 @@ import torch
 from bench import Decoded
 
 from checkpoint.load import load_model
-from common.errors import InputError
-from common.files import read_json
+from common.errors import InputError, read_json
 from common.writing import staging
 from model import Transformer, meta_modules
 from tokens.convert import copy_files

@@ -10,8 +10,7 @@ import torch
 
 from checkpoint.load import ADVICE, CONFIG, WEIGHTS, is_converted, is_ours, read_config
 from checkpoint.source import open_source, resolve_source
-from common.errors import InputError
-from common.files import check_file, read_json
+from common.errors import InputError, check_file, read_json
 from common.names import program
 from extensions import HEADS
 

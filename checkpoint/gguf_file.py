@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.gguf_types import FAST, TYPES, read_stored
-from common.errors import library_errors
-from common.files import check_file
+from common.errors import check_file, library_errors
 from kernels.stored import numbers
 
 # NumPy's type of each kind of value in the metadata. Kinds 8 and 9 are texts and arrays.

@@ -23,8 +23,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 import extensions
-from common.errors import InputError, first_line
-from common.files import check_file, read_json
+from common.errors import InputError, check_file, first_line, read_json
 from common.schema import ABSENT, InvalidValue, Schema, Sha256, Text, named, schema_of, whole
 from head import Head, HeadArgs
 from model import LLAMA3_ROPE_FIELDS, Linear, ModelArgs, Transformer, meta_modules

@@ -21,8 +21,7 @@ from torch import Tensor
 
 import extensions
 from checkpoint.load import CONFIG, is_ours, open_safetensors, stored_tensors
-from common.errors import InputError, library_errors
-from common.files import check_file, read_json
+from common.errors import InputError, check_file, library_errors, read_json
 from common.schema import Flag, number, schema_of, whole
 from tokens.files import TOKENIZER_FILES, encoder_of
 

@@ -1,6 +1,8 @@
 """Processors and memory that this process may use, and PyTorch's threads."""
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 from collections.abc import Callable
@@ -86,3 +88,12 @@ def cgroup_free_memory(cgroup: Path) -> int | None:
     except (OSError, ValueError):  # "max"
         return None
     return max(0, limit - used + int(stat["inactive_file"]))
+
+
+def return_freed_memory() -> None:
+    """Return the heap's free memory to the system. Without glibc do nothing.
+
+    No mallopt: with a fixed threshold, larger tensors would be mapped and cleared again in each step.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

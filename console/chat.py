@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from common.cli import log_stderr
 from common.errors import InputError, one_line
-from console.output import format_stats
+from console.stats import format_stats
 from engine.engine import Engine
 from engine.request import Request, encode
 from engine.sampling import Sampling
+from llm import summary
 
 HELP = "/reset starts over, /exit quits, Ctrl-C stops an answer; start with a space to send text with a /"
 
@@ -60,4 +61,6 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})
-        log_stderr(format_stats(requests, engine, stats))
+        log_stderr(summary(requests, engine.drafter.shape.nodes > 1))
+        if stats:
+            log_stderr(format_stats(requests, engine))

@@ -1,25 +1,16 @@
-"""Output of generate.py: one or several prompts, --json, --compare, --trace and --stats."""
+"""Output of generate.py: one or several prompts, --json, --compare and --trace."""
 from __future__ import annotations
 
 import json
-import resource
-import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-import torch
-
 from common.cli import log_stderr
-from common.errors import counted
-from engine.engine import Engine
 from engine.request import Request
 from engine.sampling import Sampling
-from llm import LLM, joint_speed, summary
+from llm import LLM, summary
 from tokens.tokenizer import Tokenizer
-
-MAX_LISTED_TREES = 5  # tree shapes listed by --stats, most frequent first
 
 
 def answer(
@@ -62,7 +53,9 @@ def answer(
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        log_stderr(format_stats(requests, engine, o.stats, not comparison))
+        log_stderr(summary(requests, engine.drafter.shape.nodes > 1, not comparison))
+        if o.stats:
+            log_stderr(import_module("console.stats").format_stats(requests, engine))
         if comparison and comparison.runs:
             log_stderr(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):
@@ -92,39 +85,3 @@ def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
 def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
     """Return the text of a request, or its comma-separated token ids without a tokenizer."""
     return request.text if tokenizer else ",".join(map(str, request.ids))
-
-
-def format_stats(requests: list[Request], engine: Engine, full: bool, estimate: bool = True) -> str:
-    """Format statistics of requests of one batch: `llm.summary`, and more lines if `full`.
-
-    estimate: see `llm.summary`.
-    """
-    seconds, _ = joint_speed(requests)
-    lengths = [n for r in requests for n in r.accept_lengths]
-    drafts = bool(lengths) and engine.drafter.shape.nodes > 1
-    line = summary(requests, drafts, estimate)
-    if not full:
-        return line
-    used = sum((r.trees for r in requests), Counter())
-    common = dict(used.most_common(MAX_LISTED_TREES))
-    if others := used.total() - sum(common.values()):
-        common["others"] = others
-    trees = ", ".join(f"{n} x {name}" for name, n in common.items())
-    prompt, prefill = sum(len(r.prompt) for r in requests), max(r.prefill_seconds for r in requests)
-    lines = [line, f"{counted(prompt, 'token')} in the prompt, prefill {prefill * 1e3:.0f} ms;"
-                   f" {counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
-                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.runner.fallbacks]
-    counts = Counter(lengths if drafts else ())
-    for n in range(1, max(counts, default=0) + 1):
-        share = counts[n] / len(lengths)
-        tokens, steps = counted(n, "token"), counted(counts[n], "step")
-        lines.append(f"  {tokens:>9s} {steps:>11s} {share:6.1%} {'#' * round(40 * share)}")
-    return "\n".join(lines)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return peak memory in bytes: of the CUDA allocator, or the resident set size of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

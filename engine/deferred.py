@@ -15,8 +15,7 @@ from torch import Tensor
 from engine.draft import Drafter
 from engine.request import Request
 from engine.runner import ModelRunner, SlotRange
-from engine.slots import Slots
-from engine.state import State
+from engine.state import Slots, State
 from engine.step import Step
 
 

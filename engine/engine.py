@@ -6,7 +6,7 @@
             print(event.text)
 
 A request is admitted between two steps into a free slot of the batch. Its prompt is prefilled in chunks;
-other requests decode between chunks. A finished request frees its slot at once (`engine.slots`). If a prompt
+other requests decode between chunks. A finished request frees its slot at once (`engine.state`). If a prompt
 shares a prefix with a free slot or a running request, only the rest is prefilled.
 
 On CUDA a step is launched before the output of the last one is read, unless a grammar constrains a request.
@@ -29,7 +29,7 @@ from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
 from engine.runner import AsyncOutput, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
-from engine.slots import Slots
+from engine.state import Slots
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 from tree import Tree, TreeShape
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     drafter: Drafter
     # Limits the tree to nodes that reduce latency; None: no limit. `expand(scores, limit)` and
-    # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
+    # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.costs`.
     costs: Any = None
     head: bool = False  # True if the scheduler switched the draft head on for this step
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from common.errors import InputError, did_you_mean
-from common.files import parse_json, read_json
+from common.errors import InputError, did_you_mean, parse_json, read_json
 from common.schema import Schema, Text, Whole, named, number, schema_of, text, whole
 from common.writing import digest, write_text, writing
 from tokens.dataset import read_questions

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.memory import return_freed_memory
+from common.machine import return_freed_memory
 from engine.draft import Drafter
 from engine.runtime import Backend
 from engine.state import State

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from common.errors import InputError
-from common.memory import return_freed_memory
+from common.machine import return_freed_memory
 from engine.draft import Drafter, NetworkDrafter
 from engine.engine import Choice, Engine, Scheduler
 from engine.request import Request
@@ -35,13 +35,13 @@ from schedulers.costs import (
     REQUIRED_TRIALS,
     TRIALS,
     Costs,
+    MarginalCosts,
     Size,
     Trial,
     Trials,
     fastest,
     trial_seconds,
 )
-from schedulers.marginal_costs import MarginalCosts
 from tree import Tree, TreeShape
 
 MAX_TREES = NetworkDrafter.max_trees

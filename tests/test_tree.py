@@ -8,7 +8,7 @@ from helpers.states import paths
 
 from drafters.static import PathTree
 from engine.step import Step
-from schedulers.marginal_costs import MarginalCosts
+from schedulers.costs import MarginalCosts
 from tree import CandidateTree, TreeShape, prune_candidates
 
 

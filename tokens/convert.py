@@ -14,8 +14,7 @@ from pathlib import Path
 
 import tokenizers
 
-from common.errors import InputError
-from common.files import read_json, read_text
+from common.errors import InputError, read_json, read_text
 from tokens import files
 from tokens.tokenizer import JsonBackend, Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from common.errors import InputError, counted
-from common.files import parse_json, read_text, reading
+from common.errors import InputError, counted, parse_json, read_text, reading
 from tokens.messages import thoughts_of, words_of
 
 # Names of roles in files, and ours for each.

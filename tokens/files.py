@@ -11,8 +11,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
-from common.errors import InputError
-from common.files import read_json, read_text
+from common.errors import InputError, read_json, read_text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
 MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former belongs to vocab.json

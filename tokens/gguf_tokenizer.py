@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from common.errors import InputError, library_errors
 from tokens.calls import TAGS
 from tokens.files import END_TOKENS, Template
-from tokens.templates import render_template
+from tokens.tokenizer import render_template
 from tokens.word_rules import GEMMA4, WORD_RULES, byte_level_bpe
 
 # The values of tokenizer.ggml.token_type, numbered as sentencepiece's pieces.

@@ -12,8 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from common.errors import InputError, library_errors, one_line
-from common.files import read_json
+from common.errors import InputError, library_errors, one_line, read_json
 from common.schema import InvalidValue
 from engine.sampling import Sampling
 from tokens.limits import LimitGuide, Limits, Pieces

@@ -6,8 +6,7 @@ from pathlib import Path
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import AddedToken
 
-from common.errors import library_errors
-from common.files import check_file
+from common.errors import check_file, library_errors
 from tokens.files import listed_tokens, special_tokens_map
 from tokens.tokenizer import AddedTokenFinder, piece_bytes
 

@@ -14,8 +14,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from common.errors import InputError
-from common.files import read_text
+from common.errors import InputError, read_text
 from common.schema import Whole
 from common.writing import digest
 from tokens.tokenizer import common_prefix

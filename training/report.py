@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import counted
-from common.files import read_text
+from common.errors import counted, read_text
 from common.progress import progress_bar
 from common.writing import write_text, writing
 

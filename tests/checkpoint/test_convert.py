@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint import writer
 from checkpoint.convert import convert, converted_folder
 from checkpoint.load import load_model, read_config
-from common import files
+from common import writing
 from convert_checkpoint import next_steps
 from model import Transformer
 from tokens.convert import TEMPLATES
@@ -250,7 +250,7 @@ def test_two_starts_convert_at_once(tmp_path, monkeypatch):
             shutil.copytree(part, out)
         replace(part, out)
 
-    monkeypatch.setattr(files.os, "replace", late)
+    monkeypatch.setattr(writing.os, "replace", late)
     assert converted_folder(str(source), print) == "checkpoints/model" and load_model("checkpoints/model")
     assert os.listdir("checkpoints") == ["model"]
 

@@ -9,8 +9,7 @@ from helpers import refused
 from typing_extensions import NotRequired, TypedDict
 
 from common import machine
-from common.errors import InputError
-from common.files import read_json, read_text
+from common.errors import InputError, read_json, read_text
 from common.schema import Schema, number, text, whole
 from common.writing import atomic_path
 from evaluation.answers import Name

@@ -18,7 +18,7 @@ from families.mixed import causal
 from kernels.choose import choose_backend
 from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
-from schedulers.marginal_costs import MarginalCosts
+from schedulers.costs import MarginalCosts
 from tree import TreeShape
 
 pytestmark = pytest.mark.kernels

@@ -12,7 +12,7 @@ from engine.sampling import seed_keys
 from engine.state import State
 from engine.step import Step
 from model import ModelArgs
-from schedulers.marginal_costs import MarginalCosts
+from schedulers.costs import MarginalCosts
 from tree import CandidateTree, Tree, TreeShape
 
 pytestmark = pytest.mark.kernels

@@ -15,8 +15,7 @@ from server.protocol import ChatBody
 from tokens.convert import TEMPLATES, copy_files, find_template
 from tokens.files import Template
 from tokens.messages import THOUGHTS, arguments_of, ready
-from tokens.templates import render_template
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, render_template
 
 # Each conversation and the texts that the built-in templates have made of it since their first release.
 RENDERED = json.loads((Path(__file__).parent / "rendered_chats.json").read_text(encoding="utf-8"))
