@@ -26,6 +26,7 @@ import contextlib
 import signal
 import statistics
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,6 +164,9 @@ def report(o, rows: list[dict], summary: dict[str, dict]) -> None:
     columns = list(dict.fromkeys(key for figures in summary.values() for key in figures))
     cells = [[name, *(summary[name].get(column) for column in columns)] for name in ranked]
     print(bench.table(record, ["", "tokens/s", *columns[1:]], cells))
+    if find_spec("matplotlib") is None:
+        log_stderr("left out: the chart (matplotlib is not installed)")
+        return
     with picture(bench.RESULTS / f"{o.name}.png", 8, 0.45 * len(ranked) + 1.2) as figure:
         axes = figure.add_subplot()
         colors = ["#2a6fbb" if name.startswith("ours") else "#b8b8b8" for name in ranked[::-1]]
