@@ -44,7 +44,7 @@ def dense(
     out, weighted, next_squares = allocate(x, weight, squares, bias, residual, norm, eps, gated)
     partial_sums = torch.empty(2 * programs * MAX_TOKENS * BLOCK_N, dtype=torch.float32, device=x.device)
     product_kernel[1, programs](
-        x.contiguous(), weight, None, squares, bias, residual, out, norm, weighted, next_squares,
+        x.contiguous(), weight, None, None, None, squares, bias, residual, out, norm, weighted, next_squares,
         partial_sums, arrival_counters(x.device, programs), M, N, K, 0 if squares is None else len(squares),
         eps, BITS=16, FLOATS=False, GROUP=0, GATED=gated, EVEN_K=K % BLOCK_K == 0, PRECISION="tf32",
         BLOCK_M=MAX_TOKENS, **TILE, PREFETCHED=PREFETCHED, **launch_options(x.device),

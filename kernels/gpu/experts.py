@@ -20,7 +20,7 @@ from torch import Tensor
 from families.experts import Experts
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import launch_options, wait_for_previous
-from kernels.gpu.products import kernel_operands, reorder, sum_floats, sum_quantized
+from kernels.gpu.products import add_floats, add_minima, kernel_operands, reorder, sum_quantized
 from kernels.quantized import QuantizedStack
 
 MAX_BLOCK_M, STORED_BLOCK_M = 128, 32  # the latter of kinds of `kernels.stored`: they take two tiles of sums
@@ -83,18 +83,17 @@ def grouped_kernel(
         exists = tl.minimum(column, N - 1).to(tl.int64)
         if BITS == 16:
             steps = tl.cdiv(K, BLOCK_K)
-            sums = sum_floats(rows, valid, weight + exists * K, 0, steps, K, EVEN_K, PRECISION, BLOCK_K)
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            sums = add_floats(sums, rows, valid, weight + exists * K, 0, steps, K, EVEN_K, PRECISION, BLOCK_K)
         else:
             sums = sum_quantized(
                 rows, valid, weight, scale + expert * N * (K // GROUP if GROUP else 1), part, 0,
                 tl.cdiv(K, BLOCK_K), N, K, BITS, FLOATS, GROUP, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
             )
         if shifts is not None:
-            precision: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
             groups = K // GROUP
             of_rows, factors = totals + token * groups, shifts + (expert * N + exists) * groups
-            sums += sum_floats(
-                of_rows, valid, factors, 0, tl.cdiv(groups, 16), groups, False, precision, 16)
+            sums = add_minima(sums, of_rows, valid, factors, groups, PRECISION)
         if bias is not None:
             sums += tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
         to = out + assignment.to(tl.int64)[:, None] * N + column[None]

@@ -19,7 +19,6 @@ import math
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,16 +105,16 @@ def sum_quantized(
 
 
 @triton.jit
-def sum_floats(
-    rows, valid, weight, start, stop, K, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+def add_floats(
+    sums, rows, valid, weight, start, stop, K, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr = None,
 ):
-    """Return the sums [BLOCK_N, BLOCK_M] of steps start ... stop - 1, in float32.
+    """Add steps start ... stop - 1 to sums [BLOCK_N, BLOCK_M].
 
     rows [BLOCK_M], weight [BLOCK_N]: pointers to the K inputs of each token and output. Weights of outputs
     that do not exist may be any.
     """
-    sums = tl.zeros((weight.shape[0], rows.shape[0]), tl.float32)
-    for step in range(start, stop):
+    for step in tl.range(start, stop, num_stages=STAGES):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (EVEN_K | (k < K))[None]
         a = tl.load(rows[:, None] + k[None], mask=valid[:, None] & inside, other=0.0)
@@ -124,6 +123,17 @@ def sum_floats(
             a, w = a.to(tl.float32), w.to(tl.float32)
         sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
     return sums
+
+
+@triton.jit
+def add_minima(sums, totals, valid, shifts, groups, PRECISION: tl.constexpr):
+    """Add what the minima of groups contribute to sums [BLOCK_N, BLOCK_M].
+
+    totals [BLOCK_M], shifts [BLOCK_N]: pointers to the sums of each token's groups of inputs, and to what
+    multiplies them for each output.
+    """
+    precision: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
+    return add_floats(sums, totals, valid, shifts, 0, tl.cdiv(groups, 16), groups, False, precision, 16, 1)
 
 
 @triton.jit
@@ -209,18 +219,19 @@ def store_outputs(
 
 @triton.jit
 def product_kernel(
-    x, weight, scale, squares, bias, residual, out, norm, weighted, next_squares, partial_sums, arrived, M, N,
-    K, TILES, eps, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scale, totals, shifts, squares, bias, residual, out, norm, weighted, next_squares,
+    partial_sums, arrived, M, N, K, TILES, eps, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):
     """Compute out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, and what follows it, in this order.
 
     weight: BITS 4 or 8 in register order, FLOATS: e4m3; or 16, without scale. scale: [K/GROUP, N], or [N] if
-    GROUP is 0. squares [TILES, BLOCK_M]: sums of squares of each token, whose RMSNorm's factor multiplies the
-    product. bias [N]. GATED: SwiGLU of the first and the second half of the N outputs. residual [M, N]: is
-    added. norm [N]: also write weighted = out * norm, and out's sums of squares by tile. squares, norm: for
-    one block of tokens, and tiles of whole outputs, as GATED.
+    GROUP is 0. totals [M, K/GROUP], shifts [N, K/GROUP]: of weights with minima, the sums of groups of inputs
+    and their factors. squares [TILES, BLOCK_M]: sums of squares of each token, whose RMSNorm's factor
+    multiplies the product. bias [N]. GATED: SwiGLU of the first and the second half of the N outputs.
+    residual [M, N]: is added. norm [N]: also write weighted = out * norm, and out's sums of squares by tile.
+    squares, norm: for one block of tokens, and tiles of whole outputs, as GATED.
 
     EVEN_K: BLOCK_K divides K. partial_sums: scratch for two tiles per program. arrived: zeros, and zeros
     again afterwards. PREFETCHED: steps of 16-bit weights that a program asks L2 for while it waits. Sums are
@@ -245,7 +256,8 @@ def product_kernel(
         start, stop = tl.maximum(first - tile * steps, 0), tl.minimum(end - tile * steps, steps)
         if BITS == 16:
             columns = weight + outputs_of(tile, N, BLOCK_N, GATED).to(tl.int64) * K
-            sums = sum_floats(rows, valid, columns, start, stop, K, EVEN_K, PRECISION, BLOCK_K)
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            sums = add_floats(sums, rows, valid, columns, start, stop, K, EVEN_K, PRECISION, BLOCK_K)
         else:
             sums = sum_quantized(
                 rows, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP, EVEN_K, PRECISION,
@@ -260,6 +272,10 @@ def product_kernel(
                 tl.minimum(start, 1), sums, valid,
             )
         if is_last:
+            if shifts is not None:
+                n, groups = tl.minimum(outputs_of(tile, N, BLOCK_N, GATED), N - 1), K // GROUP
+                of_tokens, factors = totals + row.to(tl.int64) * groups, shifts + n.to(tl.int64) * groups
+                sums = add_minima(sums, of_tokens, valid, factors, groups, PRECISION)
             store_outputs(
                 sums, tile, squares, bias, residual, out, norm, weighted, next_squares, M, N, K, TILES, eps,
                 GATED,
@@ -310,8 +326,9 @@ def program_count(tiles: int, steps: int, processors: float, resident: int) -> i
 
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())
 def linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, outputs: int,
-    bits: int, floats: bool, group: int, float32: bool,
+    x: Tensor, weight: Tensor, scale: Tensor, totals: Tensor | None, shifts: Tensor | None,
+    bias: Tensor | None, residual: Tensor | None, outputs: int, bits: int, floats: bool, group: int,
+    float32: bool,
 ) -> Tensor:
     """Multiply x [..., K] by a weight as `product_kernel` takes it, + bias -> [..., N], N = outputs.
 
@@ -328,9 +345,10 @@ def linear(
     partial_sums = torch.empty(
         2 * blocks * workers * tokens * tile["BLOCK_N"], dtype=torch.float32, device=x.device)
     product_kernel[blocks, workers](
-        rows.contiguous(), weight, scale, None, bias, None if residual is None else residual.contiguous(),
-        out, None, None, None, partial_sums, arrival_counters(x.device, blocks * workers), len(rows), N, K,
-        0, 0.0, BITS=bits, FLOATS=floats, GROUP=group, GATED=False, EVEN_K=K % tile["BLOCK_K"] == 0,
+        rows.contiguous(), weight, scale, None if totals is None else totals.contiguous(), shifts, None, bias,
+        None if residual is None else residual.contiguous(), out, None, None, None, partial_sums,
+        arrival_counters(x.device, blocks * workers), len(rows), N, K, 0, 0.0, BITS=bits, FLOATS=floats,
+        GROUP=group, GATED=False, EVEN_K=K % tile["BLOCK_K"] == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tokens, PREFETCHED=0, **tile,
         **launch_options(x.device),
     )
@@ -338,7 +356,7 @@ def linear(
 
 
 @linear.register_fake
-def _(x, weight, scale, bias, residual, outputs, bits, floats, group, float32):
+def _(x, weight, scale, totals, shifts, bias, residual, outputs, bits, floats, group, float32):
     return x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if float32 else x.dtype)
 
 
@@ -351,13 +369,8 @@ def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, fl
     else:
         x = layer.round_inputs(x)
     weight, scale, shifts, *of_layer = kernel_operands(layer)
-    if not layer.kind:
-        return linear(x, weight, scale, layer.bias, residual, *of_layer, float32)
-    y = linear(x, weight, scale, layer.bias, None, *of_layer, True)
-    if shifts is not None:  # they multiply the sums of groups of inputs
-        y = y + F.linear(x.float().unflatten(-1, (-1, layer.group)).sum(-1), shifts)
-    y = y if float32 else y.to(x.dtype)
-    return y if residual is None else residual + y
+    totals = None if shifts is None else x.float().unflatten(-1, (-1, layer.group)).sum(-1)
+    return linear(x, weight, scale, totals, shifts, layer.bias, residual, *of_layer, float32)
 
 
 def kernel_operands(module: Quantized) -> tuple:

@@ -104,7 +104,8 @@ def test_one_node(device):
     layer, x, onto = case(device, torch.bfloat16, "int8", 4, 20, 64)
     for to in (onto, None):
         torch.library.opcheck(
-            products.linear, (x, layer.weight, layer.scale, layer.bias, to, 20, 8, False, 0, False),
+            products.linear,
+            (x, layer.weight, layer.scale, None, None, layer.bias, to, 20, 8, False, 0, False),
             test_utils=("test_schema", "test_faketensor"),
         )
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, onto), layer(x, onto))
