@@ -81,4 +81,4 @@ def describe(config: dict, conversations: int, answer: int, epochs: int, flops: 
     return (
         f"about {sum(hours.values()):.1f} hours ({parts}) for {counted(conversations, 'conversation')},"
         f" {epochs} epochs, at {flops / 1e9:,.0f} GFLOP/s; acceptance length about {expected_tau(tokens):.1f}"
-        " (measured with a 135M target, tree 60/7/10)")
+        " (extrapolated from a 135M target, tree 60/7/10)")

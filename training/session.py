@@ -1,7 +1,8 @@
 """One run of `train.py`: collect the text, train a head on it, write the head.
 
 The same command resumes a run that was stopped or killed. WORK is OUT-work:
-WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.jsonl its log.
+WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.jsonl its log, WORK/seconds the
+time that runs took.
 """
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import log_stderr
 from common.errors import InputError, counted
+from common.files import read_text
 from common.names import program
-from common.writing import staging
+from common.writing import staging, write_text
 from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
 from engine.engine import Engine
 from engine.runtime import TORCH_BACKEND
@@ -49,6 +51,7 @@ from training.writing import Collector
 MAX_TEXT_FRACTION = 0.5  # of --minutes, for writing text
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
+SECONDS = "seconds"  # file in the work folder: duration of all runs, for --minutes
 LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
@@ -76,7 +79,7 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
 
 class Session:
     """A run with the options `o` of `train.py`. command: the command line, for the model card. started: when
-    the command started, in `time.monotonic`.
+    the command started, in `time.monotonic`. `start_time`: when it would have started without earlier runs.
 
     `collect` sets `rows`, the training set (see `training.data`), `held_out`, the validation set, and
     `draft_ids`, the draft vocabulary.
@@ -84,7 +87,7 @@ class Session:
 
     def __init__(self, o: argparse.Namespace, command: list[str], started: float):
         """Check the options and the files that they name, without loading a model. Raises InputError."""
-        self.o, self.command, self.start_time = o, command, started
+        self.o, self.command, self.started = o, command, started
         self.out, self.work = Path(o.out), Path(o.out.rstrip("/") + "-work")
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
@@ -95,6 +98,11 @@ class Session:
         self.resumed = state is not None
         if state:
             check_same(self.work, self.plan.options(), state)
+        # A killed run saved the state only.
+        earlier = [state["before"] + state["seconds"]] if state else [0.0]
+        if (path := self.work / SECONDS).exists():
+            earlier.append(float(read_text(path)))
+        self.start_time = started - max(earlier)
         prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
@@ -113,7 +121,15 @@ class Session:
 
     def run(self, processes: ProcessGroup, device: str) -> None:
         """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
-        o, self.processes, self.device = self.o, processes, device
+        self.processes, self.device = processes, device
+        try:
+            self._run()
+        finally:
+            if processes.is_main and self.work.is_dir():
+                write_text(self.work / SECONDS, f"{time.monotonic() - self.start_time:.1f}\n")
+
+    def _run(self) -> None:
+        o, processes, device = self.o, self.processes, self.device
         log_stderr(f"loading {o.checkpoint}")
         if count := o.synthesize + len(self.prompts):
             flops = measured_flops(device)
@@ -124,7 +140,7 @@ class Session:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        left = self.start_time + 60 * o.minutes * MAX_TEXT_FRACTION - time.monotonic()
+        left = self.started + 60 * o.minutes * MAX_TEXT_FRACTION - time.monotonic()
         late = f"--minutes {o.minutes:g}: too few to load the model and compile its kernels; raise it"
         with time_limit(max(left, 1e-3), late) if o.minutes else contextlib.nullcontext():
             self.load()
@@ -255,10 +271,10 @@ class Session:
         )
         if self.resumed:
             log_stderr(f"resumed at step {trainer.step} of {trainer.total}")
-        before = (time.monotonic() - self.start_time) * self.processes.is_main
+        before = (time.monotonic() - self.start_time - trainer.seconds) * self.processes.is_main
         before = torch.tensor(before, device=objective.device)
         self.processes.all_reduce([before])  # all end at one step
-        trainer.before += float(before)
+        trainer.before = float(before)
         return trainer
 
     def _tau(self) -> Callable[[float, Head], float | None] | None:

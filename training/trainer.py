@@ -263,7 +263,7 @@ class Trainer:
         """Validate after `epochs` epochs on rank 0, or on all ranks if they share the target."""
         if self.log:
             self.log.bar.n = min(self._progress(), self.total)
-            self.log.bar.set_description("validating")
+            self.log.bar.set_description_str("validating")
         if self.log or self.processes.target_ranks:
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
             seconds = min(self._left(), 60 * self.plan.minutes * VALIDATION_FRACTION / 2 or math.inf)

@@ -70,7 +70,8 @@ REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     *(("/v1/chat/completions", {name: value}, f"{name}: not supported") for name, value in (
         ("functions", [TOOL["function"]]), ("function_call", {"name": "f"}), ("chat_template", "x"),
         ("include_stop_str_in_output", True), ("skip_special_tokens", False), ("typical_p", 0.5))),
-    ("/v1/completions", {"prompt": [[5] * 400]}, "prompt and output together can have at most 300 tokens"),
+    ("/v1/completions", {"prompt": [[5] * 400]},
+        "can have at most 300 tokens: shorten it or raise --max-seq-len (at most 1,024)"),
     ("/tokenize", {}, "give prompt or"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is not a"),
 ]
 

@@ -25,7 +25,7 @@ from engine.engine import Engine
 from engine.runtime import TORCH_BACKEND
 from engine.sampling import Sampling
 from training import data, session, trainer, writing
-from training.features import without_layers
+from training.features import Features, without_layers
 from training.heads import TRAINED, HeadShape, new_head
 from training.validate import make_drafter
 from tree import TreeShape
@@ -202,6 +202,53 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     assert "--minutes 1: too few to load the model and compile its kernels; raise it" in last_line(capsys)
     assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
     assert "--minutes 1e-09: this model needs at least 1 here" in capsys.readouterr().err
+
+
+def test_each_phase_prints_a_line_before_its_work(golden, prompt_file, tmp_path, monkeypatch, capsys):
+    printed = {}
+
+    def watch(owner, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*arguments, **options):
+            new = capsys.readouterr().err
+            printed.setdefault(name, new)
+            return work(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    phases = {
+        "load_model": (session, "loading "), "step": (Engine, "text |"), "new_head": (session, "preparing "),
+        "read": (Features, "target states:"), "gradients": (trainer.Trainer, "training |"),
+        "_held_out_accuracy": (trainer.Trainer, "validating |"),
+    }
+    for name, (owner, _) in phases.items():
+        watch(owner, name)
+    assert train.main(options(golden, prompt_file, tmp_path)) == 0
+    assert list(printed) == list(phases)
+    for name, (_, line) in phases.items():
+        assert line in printed[name], (name, printed)
+
+
+def test_interrupted_text_has_the_rest_of_its_time(golden, prompt_file, tmp_path, monkeypatch, capsys):
+    """Of a minute, 30 seconds are for the text. Each run takes 20 before Ctrl-C."""
+    clock, left = SimpleNamespace(now=100.0), []
+
+    def write(_, deadline: float, training_seconds: float) -> None:
+        left.append(deadline - clock.now)
+        clock.now += 20
+        raise KeyboardInterrupt
+
+    for module in train, session:
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(session, "time_limit", lambda *_: contextlib.nullcontext())  # kernels may be compiled
+    argv = options(golden, prompt_file, tmp_path, minutes=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.Collector, "write", write)
+        assert [train.main(argv) for _ in range(3)] == [130] * 3 and left == [30, 10, -10]
+    clock.now += 1000  # between the runs
+    assert train.main([*argv, "--minutes", "1.5"]) == 1  # 60 of 90 seconds: no text in 45
+    assert "or were not written in half of --minutes 1.5: raise it" in last_line(capsys)
 
 
 @pytest.mark.slow
