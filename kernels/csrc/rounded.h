@@ -123,7 +123,7 @@ struct Rounded {
         constexpr auto coded = constant<Rounding::CODED_GROUP>;
         constexpr auto bytes = constant<BYTES_PER_WORD>;
         constexpr auto nibbles = constant<NIBBLES_PER_WORD>;
-        if (size == 64 && how.per_word == bytes) round(constant<64>, constant<64>, bytes);
+        if (size == 64 && how.part == 64 && how.per_word == bytes) round(constant<64>, constant<64>, bytes);
         else if (size == coded && how.part == 32 && how.per_word == nibbles) round(coded, constant<32>, nibbles);
         else if (size == coded && how.part == 16 && how.per_word == bytes) round(coded, constant<16>, bytes);
         else if (size == coded && how.part == 16 && how.per_word == nibbles) round(coded, constant<16>, nibbles);
