@@ -27,8 +27,7 @@ from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read
 from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import log_stderr
-from common.errors import InputError, counted
-from common.files import read_text
+from common.errors import InputError, counted, read_text
 from common.names import program
 from common.writing import staging, write_text
 from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
