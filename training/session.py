@@ -47,7 +47,7 @@ from training.trainer import STATE, Plan, Trainer, check_same, read_state
 from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
-MAX_TEXT_FRACTION = 0.5  # of --minutes, for writing text
+MAX_TEXT_FRACTION = 0.5  # of what is left of --minutes when a run starts, for writing text
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
 SECONDS = "seconds"  # file in the work folder: duration of all runs, for --minutes
@@ -207,9 +207,9 @@ class Session:
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
             asked = len(collector.planned)
-            seconds = 60 * o.minutes * MAX_TEXT_FRACTION or math.inf
-            rest = min(self.training_seconds, 60 * o.minutes - seconds if o.minutes else math.inf)
-            collector.write(self.start_time + (0 if self.resumed else seconds), rest)
+            left = self.start_time + 60 * o.minutes - self.started if o.minutes else math.inf
+            rest = min(self.training_seconds, left * (1 - MAX_TEXT_FRACTION))
+            collector.write(0.0 if self.resumed else self.started + left * MAX_TEXT_FRACTION, rest)
             if self.resumed and (written := len(collector.planned)) < asked:
                 if not written:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
