@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-if __package__:  # installed: in this process, modules have the names of the checkout
+if __package__:  # installed as a package: import its modules by the top-level names of the checkout
     sys.path.insert(0, str(Path(__file__).parent))
 
 from common import VERSION

@@ -55,8 +55,8 @@ EXTRAS = (
     "residual_multiplier", "embedding_multiplier", "logits_scaling",
 )
 
-# Keys that change nothing for text where no code reads them: of training, generation and bookkeeping; of
-# images and sound; sizes that follow from others.
+# Config keys that may be ignored where no code reads them: training, generation and metadata; vision and
+# audio; sizes that follow from other keys.
 HARMLESS = re.compile(
     r"_.*|architectures|auto_map|cache_implementation|dtype|id2label|init_method|label2id|model_type"
     r"|pretraining_tp|torch_dtype|transformers_version|use_cache|tokenizer_class|task_specific.*"
@@ -94,9 +94,9 @@ class RecordedConfig(dict):
 
 
 def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
-    """Raise InputError if a key was not read, is not harmless, and has a value other than off (null, 0, 1).
+    """Raise InputError if a key was not read, is not HARMLESS, and is not null, false, 0, 1 or empty.
 
-    known: keys that tell nothing new: read under another name, or with a default.
+    known: keys to accept unread: those that the family has renamed, or has a default for.
     """
     off = None, False, 0, 1, "", [], {}
     unread = {
@@ -240,7 +240,7 @@ DENSE = {family.architecture: family for family in (
 
 
 def is_plain(config: dict) -> bool:
-    """Return whether `dense_fields` is all that a config says."""
+    """Return whether `dense_fields` reads everything in a config that changes the computation."""
     return (
         rope_type(rope_of(config)) in ("default", "llama3") and not any(map(config.get, EXTRAS))
         and config.get("hidden_act", "silu") == "silu"
@@ -313,7 +313,7 @@ def read_eagle(source: Source, kind: str, target: ModelArgs) -> ReadHead:
 
 
 def with_head_dim(config: dict, tensors: dict[str, Entry], first: str) -> dict:
-    """Return a head's config with the head size of its file: configs have another (Qwen), or none."""
+    """Return a head's config with head_dim from its q_proj: the file may have none, or a wrong one (Qwen)."""
     query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
     return config | ({"head_dim": query.shape[0] // heads} if query and heads else {})
 

@@ -1,4 +1,4 @@
-"""Helpers of every package: errors, files, the frame of a command line."""
+"""Helpers that all packages share: errors, command line, schemas, machine limits, atomic writes."""
 import time
 
 STARTED = time.perf_counter()  # commands import this package first, before anything slow

@@ -1,4 +1,4 @@
-"""InputError, messages of one line, and reading files with such messages."""
+"""InputError, one-line error messages, and file readers that raise InputError."""
 from __future__ import annotations
 
 import contextlib
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
-FLAG = re.compile(r"(\S+\.py .*)|--([a-z][a-z0-9-]*)")  # commands stay unchanged
-MAX_POINTER, POINTER = 1024, b"version https://git-lfs"  # of a Git LFS pointer: size in bytes; prefix
+FLAG = re.compile(r"(\S+\.py .*)|--([a-z][a-z0-9-]*)")  # group 1: a command to run, kept unchanged
+MAX_POINTER, POINTER = 1024, b"version https://git-lfs"  # Git LFS pointer file: max. bytes, first bytes
 
 
 class InputError(ValueError):
@@ -72,9 +72,9 @@ def library_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: str | Path, what: str = "") -> Iterator[None]:
-    """Turn errors of reading a file into an InputError. what: precedes the path, such as a flag.
+    """Turn errors of reading a file into an InputError. what: text before the path, such as a flag.
 
-    A small file may be a pointer of Git LFS, which a clone without it has in place of large files.
+    Reject Git LFS pointer files, which a clone without Git LFS has in place of large files.
     """
     try:
         if 0 < os.stat(path).st_size < MAX_POINTER and Path(path).read_bytes().startswith(POINTER):

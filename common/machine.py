@@ -1,4 +1,4 @@
-"""Processors and memory that this process may use, and PyTorch's threads."""
+"""CPUs and memory that this process may use, PyTorch's threads, and returning freed memory."""
 from __future__ import annotations
 
 import contextlib
@@ -91,9 +91,9 @@ def cgroup_free_memory(cgroup: Path) -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Return the heap's free memory to the system. Without glibc do nothing.
+    """Return free heap memory to the operating system (`malloc_trim`); a no-op without glibc.
 
-    No mallopt: with a fixed threshold, larger tensors would be mapped and cleared again in each step.
+    Not `mallopt(M_MMAP_THRESHOLD)`: every larger tensor would be mapped and zeroed anew in each step.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

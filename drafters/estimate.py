@@ -14,10 +14,10 @@ TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
 ANSWER_FRACTION = 0.7  # of --max-new-tokens, in an answer on average
 PROMPT_FRACTION = 0.3  # prompt tokens per answer token
 STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch computes them again
-STATES = 4  # states of the target that are kept of a token: three layers and the last
+STATES = 4  # hidden states cached per token: of three layers, and the last
 # Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
-MATRIX_SIZES = {"cpu": 256, "cuda": 4096}  # of the measurement; on a CPU within a time slice of the system
+MATRIX_SIZES = {"cpu": 256, "cuda": 4096}  # for `measured_flops`; on a CPU a product fits in one time slice
 
 
 def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:

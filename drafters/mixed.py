@@ -17,7 +17,7 @@ from engine.state import State
 from engine.step import Step
 from tree import Tree, TreeShape, prune_candidates
 
-MIN_SCORE = math.log(0.2)  # a tree without a network below it is not joined on a CPU
+MIN_SCORE = math.log(0.2)  # with `costs`: joins a headless drafter's tree only if a node scores above it
 
 
 def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:

@@ -27,11 +27,11 @@ from tree import Tree, gather_tokens
 MAX_CONTEXT = 3000  # tokens, enough for several splits of the keys
 STALE_VALUE = 50.0  # in cache slots that no token may attend to
 KERNEL_EPS, STEP_EPS = 2, 8  # maximum relative errors, in units of the dtype's epsilon
-MIN_MAX_ERROR, MAX_MISMATCH = 1e-4, 0.1  # least of these maxima; maximum fraction of integers that differ
+MIN_MAX_ERROR, MAX_MISMATCH = 1e-4, 0.1  # lower bound of both; maximum fraction of integers that differ
 
 
 class Difference(NamedTuple):
-    """The difference between a result and its definition. ratio: the error over its maximum."""
+    """The difference between a result and its definition. ratio: error / maximum allowed error."""
 
     name: str
     error: float
@@ -186,7 +186,7 @@ def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallba
 def check(runner: ModelRunner, samplings: Sequence[Sampling]) -> None:
     """Check the kernels, disable those that fail, then check the captured step. Log every fallback.
 
-    samplings: of the first request, whose step is checked; none: a greedy one.
+    samplings: those of the first request; its kind of step is checked. Empty: a greedy step.
     """
     modes = Modes.of_requests(samplings, runner.has_graphs)
     epsilon = torch.finfo(runner.target.embed.dtype).eps

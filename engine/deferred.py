@@ -28,7 +28,7 @@ class DeferredHead:
     def __init__(self, runner: ModelRunner, slots: Slots):
         self.runner, self.unread = runner, [1] * slots.batch
         slots.lists_by_slot.append(self.unread)
-        slots.max_uncached = 1  # `assign` runs the head over the others
+        slots.max_uncached = 1  # not max_commit: `assign` runs the head over unread tokens first
 
     def before_step(
         self, group: SlotRange, live_slots: Tensor, drafter: Drafter, requests: list[Request]

@@ -36,7 +36,7 @@ class Drafter(nn.Module):
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it reads as features
     all_layers: tuple[int, ...] = ()  # layers in `State.features`; (): exactly `aux_layers`
     fingerprint = ""  # of a drafter without weights, for evaluation records
-    defers_head = False  # it does not run the head over new tokens: they wait for `engine.deferred`
+    defers_head = False  # True: new tokens stay unread by the head until `engine.deferred` runs it
     buffers_by_slot: tuple[str, ...] = ()  # names of its buffers with a batch dimension
     sampled_score_factor = 1.0  # multiplies its scores at temperature 1
     resizable = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
@@ -146,9 +146,9 @@ def catch_up_inputs(step: Step, state: State, slots: Tensor, ahead: int = 0) -> 
 
     The first n_unread tokens are committed, the rest is padding. ahead: `NetworkDrafter.read_ahead`.
     """
-    rows, start = catch_up_count(step, state), state.length - state.n_unread + ahead
-    positions = start[:, None] + torch.arange(rows, device=slots.device)
-    return positions, step.causal_mask(slots, start, rows)
+    count, start = catch_up_count(step, state), state.length - state.n_unread + ahead
+    positions = start[:, None] + torch.arange(count, device=slots.device)
+    return positions, step.causal_mask(slots, start, count)
 
 
 def last_unread(state: State, count: int) -> Tensor:

@@ -19,7 +19,7 @@ from extensions import METHODS, Method, load
 MAX_TREE_NODES = 1024  # masks and caches grow with the tree
 METHODS_WITH_FLAGS = {flag.method for flag in extensions.METHOD_FLAGS.values()}
 TARGET = "target"  # checkpoint kind of a draft model
-AUTO = "auto"  # the method that is resolved to another one
+AUTO = "auto"  # as a method: `DraftOptions.resolve` replaces it; as a tree: sized by the cost model
 
 
 def methods_of(name: str) -> dict[str, Method]:
@@ -170,7 +170,7 @@ class DraftOptions:
 
     @property
     def names_model(self) -> bool:
-        """True if `draft` is a draft model, not a head: it has no default."""
+        """True if `draft` names a draft model, which has no default folder, and not a head."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
@@ -237,9 +237,9 @@ class DrafterSetup:
         return PAPER_TREE if tree == "paper" else default if tree in (None, AUTO) else tree
 
     def load_head(self):
-        """Load the head and put it on the kernels.
+        """Load the head and prepare it for the backend.
 
-        By default it attends to as many tokens as it was trained on: it drafts worse on longer contexts.
+        Its default sliding window is its training length: attending to more tokens lowers acceptance.
         Raises InputError if it is damaged or does not fit, or if it has a sliding window and --draft-window
         is given.
         """

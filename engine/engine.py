@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 
 class Scheduler:
-    """Chooses the drafter of every step: always the engine's own."""
+    """Choose the drafter of every step. This base class always chooses the engine's own."""
 
     runner: ModelRunner
     skips_head = False  # it may choose steps without the draft head, see `engine.deferred`
@@ -115,7 +115,7 @@ class Engine:
     - tokenizer: decodes outputs; None: no text
     - guide: makes the `Guide` of sampling options that need one
     - plain_requests: allow `plain` requests, whose steps skip the draft head
-    - self_check: its backend's, called once, at the start of the first warmup (`engine.check`)
+    - self_check (attribute): the backend's self-check, run once at the start of the first warmup
 
     Raises InputError, with the numbers, if the caches do not fit in memory.
     """

@@ -19,7 +19,7 @@ import extensions
 from common.errors import InputError, first_line
 
 GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, inductor's benchmarks 256 MB
-NAMES = {"draft_and_verify": "step", "accept_and_commit": "commit"}  # of functions, in the log
+NAMES = {"draft_and_verify": "step", "accept_and_commit": "commit"}  # function: its name in the log
 
 
 def configure(autotune: bool) -> None:
@@ -71,8 +71,8 @@ def copy_to_host(parts: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, .
 
 def compile_graph(function: Callable, **options) -> Callable:
     """Compile a function as one graph. Raise on graph breaks."""
-    # Numbers of a model, such as the eps of its norms, are constants: as an input of the graph, one would
-    # keep a region from being compiled once for all layers.
+    # Make floats of a model, such as the eps of its norms, constants. As graph inputs they would prevent a
+    # nested region from being compiled only once for all layers.
     torch._dynamo.config.specialize_float = True
     # Dynamo skips a well-known package named "tree", and with it our tree.py, unless told otherwise.
     traced = torch._dynamo.dont_skip_tracing(function)

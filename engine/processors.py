@@ -133,8 +133,9 @@ def allow(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities [B, W] of tokens [B, W] under logits [B, W, V]; of the `count` most probable
-    tokens, the log-probabilities and the ids, both [B, W, count].
+    """Return log-probabilities of tokens [B, W], and of the top `count` tokens, under logits [B, W, V].
+
+    Returns: log-probabilities [B, W]; top log-probabilities and their ids, both [B, W, count].
     """
     log_sum = logits.logsumexp(-1, keepdim=True)
     top, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)

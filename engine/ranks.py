@@ -13,7 +13,7 @@ from kernels.tp import Ranks, local_device, process_group
 
 @contextlib.contextmanager
 def join_ranks(o, *contents: object) -> Iterator[tuple[Runtime, Ranks]]:
-    """Join the ranks that torchrun has started, see `engine.runtime.open_runtime`."""
+    """Join the process group of torchrun and yield the runtime and the ranks. See `open_runtime`."""
     runtime = Runtime.from_options(o)
     runtime = replace(runtime, device=local_device(runtime.device_name))
     runtime.prepare()

@@ -24,7 +24,7 @@ GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2,
 
 
 class Backend:
-    """How models run on a device: their modules, KV caches and threads, and the `Step` there. Here: PyTorch.
+    """How models run on a device: modules, KV caches, threads and the `Step`. This base class uses PyTorch.
 
     - name: for logs
     - step: what a decoding step computes, with the operations of this backend
@@ -150,7 +150,7 @@ class Runtime:
         _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
         if self.kv != "auto":
             extensions.load(extensions.CHECK_KV)(self.kv, self.on_cpu_kernels)
-        if self.compile and not self.on_cpu_kernels:  # beside those nothing is compiled
+        if self.compile and not self.on_cpu_kernels:  # with our CPU kernels nothing is compiled
             extensions.load(extensions.CONFIGURE_COMPILER)(self.autotune)
 
 

@@ -31,8 +31,8 @@ def batch_buffer(
 ) -> None:
     """Register a buffer [batch, *shape].
 
-    aligned: rows of several numbers start at multiples of 16 bytes, so that a graph compiled for one slot
-    serves all.
+    aligned: the data of each slot starts at a multiple of 16 bytes, unless it is a single number. So a graph
+    compiled for one slot works for all.
     """
     size, unit = prod(shape), 16 // dtype.itemsize if aligned else 1
     padded = -(-size // unit) * unit if size > 1 else size  # kernels need [B] and [B, 1] contiguous
@@ -195,7 +195,7 @@ class Slots:
     runs on the first slots only. A free slot keeps its KV cache: a new prompt that shares a prefix with it,
     or with a running request, reuses that prefix.
 
-    decoding, prefilling: numbers of requests; their slots come first, in this order. lag: see `Engine`.
+    decoding, prefilling: numbers of requests in these phases. lag: see `Engine`.
     lists_by_slot: lists that `swap` permutes. deferred: None if no step skips the draft head.
     """
 

@@ -1,8 +1,8 @@
 """Gemma 4: two sizes of heads, keys and values shared by later layers, an input for each layer.
 
-Layers with a sliding window have heads of `head_dim`, the others, global ones, heads of `global_head_dim`, of
-which RoPE turns some pairs. The last layers have queries only: they attend to the keys and values of the last
-layer before them of their kind.
+Layers with a sliding window (local) have heads of `head_dim`. The others (global) have heads of
+`global_head_dim`, and RoPE rotates only `global_pairs` pairs of them. The last `shared_kv_layers` layers have
+queries only: they attend to the keys and values of the last earlier layer of their kind.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gemma4Args(VariantArgs, MixtureArgs):
 
     global_head_dim: SmallSize = 1
     global_kv_heads: SmallSize = 1
-    global_pairs: whole(0, 2**16) = 0  # pairs of a global head that RoPE turns
+    global_pairs: whole(0, 2**16) = 0  # pairs of a global head that RoPE rotates
     shared_kv_layers: whole(0, 10_000) = 0  # the last layers, which have no keys and values
     value_is_key: Flag = False  # of global layers: one projection, normed and not rotated for values
     wide_mlp: Flag = False  # layers without keys have an MLP of twice the width
@@ -68,7 +68,7 @@ class Gemma4Args(VariantArgs, MixtureArgs):
 
 
 class ScaledExperts(Experts):
-    """Experts with a factor for each. The router's inputs are divided by the square root of H."""
+    """Experts whose outputs are scaled per expert. Router logits are scaled by 1/sqrt(H)."""
 
     own_routing = True
 
@@ -93,7 +93,8 @@ class Gemma4Block(VariantBlock):
         super().__init__(own, layer)
         H, size = own.hidden_size, args.layer_input_size
         self.standard, self.other_rope = False, self.window > 0
-        self.pairs = own.head_dim // 2, own.head_dim**0.25  # scores are not divided
+        # Gemma 4 does not scale attention scores: the factor on q and on k cancels 1/sqrt(head_dim).
+        self.pairs = own.head_dim // 2, own.head_dim**0.25
         self.producer, self.produces = [], False
         self.value_is_key = args.value_is_key and not self.window
         queries, keys, values = self.widths
@@ -143,7 +144,7 @@ class Gemma4Block(VariantBlock):
 
     def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
         kind = "keys and values", self.window > 0
-        if self.producer:  # it writes the same values again to the same slots
+        if self.producer:  # the shared cache is written again, with the same values
             qkv = torch.cat((qkv, shared.cached(kind, None)), dim=-1)
         elif self.produces:
             shared.cached(kind, lambda: qkv[..., self.widths[0] :])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model import KVCaches, Transformer
 
-CHUNK, RECURRENT_CHUNK = 512, 64  # tokens of a pass over complete sequences: they bound the mask
+CHUNK, RECURRENT_CHUNK = 512, 64  # tokens per pass in `causal`; limit the size of the attention mask
 
 
 class MixedCaches(nn.Module):

@@ -56,7 +56,7 @@ def fastest(steps: list[tuple[Size, float]]) -> float:
 
 
 def trial_seconds(trials: Trials) -> float:
-    """Return the seconds of all trials, without compilation or capture in the first of a size."""
+    """Return the seconds of all trials, each step at its trial's fastest, as the first may compile."""
     return sum(len(steps) * fastest(steps) for steps in trials.values())
 
 
@@ -202,9 +202,9 @@ class Costs:
 class MarginalCosts(NamedTuple):
     """Costs of drafts, in tokens that decoding without them would emit in the same time.
 
-    A level or a node whose expected gain is less than its cost is not drafted. A node's expected gain is its
-    probability to be accepted: confidence * exp(score), at most 1. The n-th best nodes of all sequences share
-    a cost. Values are read back to the host, so this is for CPUs.
+    A level or a node is drafted only if its expected gain is at least its cost. The expected gain of a node
+    is its acceptance probability: min(1, confidence * exp(score)). The n-th best nodes of all sequences
+    share a cost. Values are read back to the host, so this is for CPUs.
 
     level: cost of one more level. nodes [T-1]: cost of the first drafted node, of the second, and so on.
     confidence [B]: accepted drafts / sum of exp(score) over the drafts; 0 for an idle slot.

@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
+"""The tokenizer of a checkpoint: encode, decode, stream, and render chat templates.
 
-Control tokens spelled in chat messages are encoded as plain text: `ControlTokenMask` hides
-them while the template is rendered. If unmasking adds control tokens, only those of the template are encoded
-as such (`JsonBackend.encode_at`).
+Control tokens spelled in chat messages are encoded as plain text: `ControlTokenMask` hides them while the
+template is rendered. If the unmasked text has more control tokens than the masked one, only those of the
+template are encoded as special tokens (`JsonBackend.encode_at`).
 
 Decoding is a table lookup: each id has its bytes, a control token none. A stream needs only an incremental
 UTF-8 decoder: constant work per token.
@@ -153,7 +153,7 @@ class Tokenizer:
     strips_space: whether encoding puts a space before the first word, which decoding removes.
     template, tool_template: the chat templates without and with tools, often one; has_template: whether
     `chat` works.
-    control: text -> id of every control token. stop_ids: of those that end a text.
+    control: text -> id of every control token. stop_ids: ids of the control tokens that end generation.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
@@ -302,11 +302,11 @@ def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
     return Tokenizer(folder, encoder)
 
 
-# -- chat templates: run in this process, in jinja's immutable sandbox; checkpoints are trusted to end -----
+# -- chat templates: rendered in this process, in jinja's immutable sandbox, without a time limit -----------
 
 
 PLAIN_KEYS, ROLES = {"role", "content"}, ("system", "user", "assistant")
-MAX_SPLIT = 64  # maximum length of control tokens whose ends are hidden at a message's start
+MAX_SPLIT = 64  # characters; the end of a longer control token is not hidden at a message's start
 
 
 def normalize_messages(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
@@ -335,7 +335,7 @@ def render_template(template: Template, messages: list[dict], variables: dict) -
 
 
 class _Generation(Extension):
-    """`{% generation %}`: some templates mark the assistant's words with it, for training. No effect here."""
+    """`{% generation %}`: marks the assistant's tokens for training, as in transformers. No effect here."""
 
     tags = {"generation"}
 

@@ -21,7 +21,7 @@ from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Ob
 
 BLOCK_DRAFTS = 7  # draft tokens of a block
 MARKOV_RANK = 128  # of a new DSpark head
-RIDGE = 1e-4  # relative to the mean square of a column; needed where a head has fewer tokens than columns
+RIDGE = 1e-4  # ridge regularization / mean diagonal; needed if the head has fewer draft ids than columns
 
 
 class TrainedKind(NamedTuple):

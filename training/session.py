@@ -50,13 +50,13 @@ from training.writing import Collector
 MAX_TEXT_FRACTION = 0.5  # of what is left of --minutes when a run starts, for writing text
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
-SECONDS = "seconds"  # file in the work folder: duration of all runs, for --minutes
+SECONDS = "seconds"  # file in the work folder: seconds that all runs took, which count toward --minutes
 LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
 class _TimeIsUp(BaseException):
-    """Passes through whatever handles errors, such as those of a compiler."""
+    """Raised on timeout. Not an Exception, so that handlers of compiler errors do not catch it."""
 
 
 @contextlib.contextmanager
@@ -77,8 +77,10 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
 
 
 class Session:
-    """A run with the options `o` of `train.py`. command: the command line, for the model card. started: when
-    the command started, in `time.monotonic`. `start_time`: when it would have started without earlier runs.
+    """A run with the options `o` of `train.py`.
+
+    command: the command line, for the model card. started: `time.monotonic` when the command started.
+    start_time: `started` minus the seconds that earlier runs used; --minutes counts from it.
 
     `collect` sets `rows`, the training set (see `training.data`), `held_out`, the validation set, and
     `draft_ids`, the draft vocabulary.
@@ -97,11 +99,12 @@ class Session:
         self.resumed = state is not None
         if state:
             check_same(self.work, self.plan.options(), state)
-        # A killed run saved the state only.
+        # A killed run wrote no SECONDS file: use the time in the last saved state.
         earlier = [state["before"] + state["seconds"]] if state else [0.0]
         if (path := self.work / SECONDS).exists():
             earlier.append(float(read_text(path)))
         self.start_time = started - max(earlier)
+        self.remaining = 60 * o.minutes - max(earlier) if o.minutes else math.inf  # seconds, from `started`
         prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
@@ -139,7 +142,7 @@ class Session:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        left = self.started + 60 * o.minutes * MAX_TEXT_FRACTION - time.monotonic()
+        left = self.started + self.remaining * MAX_TEXT_FRACTION - time.monotonic()
         late = f"--minutes {o.minutes:g}: too few to load the model and compile its kernels; raise it"
         with time_limit(max(left, 1e-3), late) if o.minutes else contextlib.nullcontext():
             self.load()
@@ -207,9 +210,8 @@ class Session:
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
             asked = len(collector.planned)
-            left = self.start_time + 60 * o.minutes - self.started if o.minutes else math.inf
-            rest = min(self.training_seconds, left * (1 - MAX_TEXT_FRACTION))
-            collector.write(0.0 if self.resumed else self.started + left * MAX_TEXT_FRACTION, rest)
+            rest = min(self.training_seconds, self.remaining * (1 - MAX_TEXT_FRACTION))
+            collector.write(0.0 if self.resumed else self.started + self.remaining * MAX_TEXT_FRACTION, rest)
             if self.resumed and (written := len(collector.planned)) < asked:
                 if not written:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
@@ -220,9 +222,9 @@ class Session:
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
             log_stderr(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
-            late = f", or were not written in half of --minutes {o.minutes:g}: raise it" if o.minutes else ""
+            late = f", or were not written in the time for text of --minutes {o.minutes:g}: raise it"
             raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
-                             f" after --max-len {o.max_len}{late}")
+                             f" after --max-len {o.max_len}{late if o.minutes else ''}")
         return rows
 
     def _collector(self) -> Collector:
@@ -272,7 +274,7 @@ class Session:
             log_stderr(f"resumed at step {trainer.step} of {trainer.total}")
         before = (time.monotonic() - self.start_time - trainer.seconds) * self.processes.is_main
         before = torch.tensor(before, device=objective.device)
-        self.processes.all_reduce([before])  # all end at one step
+        self.processes.all_reduce([before])  # rank 0's value on all ranks: they stop at the same step
         trainer.before = float(before)
         return trainer
 

@@ -25,7 +25,7 @@ from training.report import TrainingLog
 
 STATE = "state.pt"  # in the work folder
 SCALE_ROWS = 16  # training texts that the scale of the features is estimated from
-TIMED_SCALE = 4, 64  # rows, and tokens per row, with --minutes: computing features takes time
+TIMED_SCALE = 4, 64  # with --minutes instead of SCALE_ROWS: texts, and tokens of each
 WARMUP_FRACTION = 0.03  # fraction of steps with linear learning-rate warmup
 MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
@@ -114,7 +114,7 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.epoch_step = 0  # epoch_step: steps done in this epoch
-        self.seconds, self.before = 0.0, 0.0  # of training; of --minutes that were used up before training
+        self.seconds, self.before = 0.0, 0.0  # seconds of training; other seconds that count toward --minutes
         self.longest_step = 0.0  # seconds
         self.updating = False  # inside the optimizer step: the state is inconsistent, do not save it
         self.log: TrainingLog | None = None  # on rank 0, during `run`

@@ -28,7 +28,7 @@ from training.processes import ProcessGroup
 from training.report import read_log
 
 MAX_USER_TOKENS = 96  # of a synthesized user turn
-FIRST_BATCH = 4  # conversations, with a deadline; as many more for each one that has ended
+FIRST_BATCH = 4  # with a deadline: conversations to start with, and to add for each that has ended
 REFUSED = "refused by the chat template ({})"
 
 
@@ -164,9 +164,8 @@ class Collector:
 
         Ranks that share the target decode all of them together, and rank 0 writes them.
 
-        Answers that have begun then are cut. Conversations without one are removed from `planned`. The bar
-        shows the time that is left of text and training. Until conversations have ended, they are expected
-        to have the most tokens.
+        At the deadline, running answers are cut. Conversations that are not in the files are removed from
+        `planned`. The progress bar shows the time left for text and training (`training_seconds`).
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.is_main:
@@ -216,7 +215,7 @@ class Collector:
                 if time.monotonic() >= deadline:
                     break
                 advance(talk, self.planned[talk]())
-                # The fewer there are, the earlier the first ones end.
+                # With a deadline start few: a smaller batch ends its first conversations earlier.
                 most = FIRST_BATCH * (1 + bar.n) if deadline < math.inf else batch
                 while (not self.engine.free or len(live) >= most) and time.monotonic() < deadline:
                     step()

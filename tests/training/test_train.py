@@ -248,7 +248,7 @@ def test_interrupted_text_has_the_rest_of_its_time(golden, prompt_file, tmp_path
         assert [train.main(argv) for _ in range(3)] == [130] * 3 and left == [30, 20, 10]
     clock.now += 1000  # between the runs
     assert train.main(argv) == 1
-    assert "or were not written in half of --minutes 1: raise it" in last_line(capsys)
+    assert "or were not written in the time for text of --minutes 1: raise it" in last_line(capsys)
 
 
 @pytest.mark.slow
