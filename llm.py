@@ -122,7 +122,7 @@ class LLM:
                 prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
-        continues = any(_continues(prompt, variables) for prompt in ([prompts] if single else prompts))
+        continues = (variables or {}).get("continue_final_message", False)
         requests = self.engine.generate(ids, samplings, continues=continues)
         return requests[0] if single and n == 1 else requests
 
@@ -184,10 +184,3 @@ def is_single_prompt(prompts: Prompt | Iterable[Prompt]) -> bool:
     """Return whether this is one prompt, valid or not, rather than a list of prompts."""
     listed = isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))
     return listed or isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable)
-
-
-def _continues(prompt: Prompt, variables: dict | None) -> bool:
-    """Return whether the last message of a conversation is to be continued."""
-    last = prompt[-1] if isinstance(prompt, (list, tuple)) and prompt else None
-    prefix = isinstance(last, dict) and last.get("prefix") is True
-    return bool((variables or {}).get("continue_final_message", prefix))

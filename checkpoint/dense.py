@@ -61,7 +61,8 @@ HARMLESS = re.compile(
     r"_.*|architectures|auto_map|cache_implementation|dtype|id2label|init_method|label2id|model_type"
     r"|pretraining_tp|torch_dtype|transformers_version|use_cache|tokenizer_class|task_specific.*"
     r"|(max|min)_length|do_sample|early_stopping|num_beam.*|num_return_sequences|temperature|top_[kp]|typical_p"
-    r"|.*_penalty|.*no_repeat_ngram_size|bad_words_ids|.*suppress_tokens|output_\w+|return_dict.*|prefix"
+    r"|.*_penalty|.*no_repeat_ngram_size|bad_words_ids|.*suppress_tokens|return_dict.*|prefix"
+    r"|output_(attentions|hidden_states|router_logits|past|scores)"
     r"|finetuning_task|problem_type|remove_invalid_values|is_decoder|torchscript|tf_legacy_loss"
     r"|enable_audio_output|.*initializer.*|.*xavier_init|.*init.*_(scale|std)|.*(dropout|pdrop)|.*aux_loss.*"
     r"|.*loss_coef|is_llama_config|transformers\.js_config|unsloth_\w+|neftune_\w+|medusa_\w+|max_sequence_length"
@@ -70,7 +71,9 @@ HARMLESS = re.compile(
     r"|.*token_(id|index)|(text|thinker|talker|vision|audio|code2wav)_config|(vision|image|video|audio)_.*"
     r"|mm_.*|projector_.*|multimodal_.*|spatial_merge_size|downsample_factor|pard.*"
     r"|block_dim|block_norm_eps|conv_dim|conv_dim_out|num_heads|mamba_chunk_size|qk_head_dim|head_dim"
-    r"|max_window_layers|no_rope_layer_interval|sliding_window|original_max_position_embeddings"
+    r"|router_jitter_noise|time_step_(min|max|floor)|dual_chunk_attention_config"
+    r"|max_window_layers|no_rope_layer_interval|sliding_window(_size)?"
+    r"|original_max_position_embeddings"
     r"|vocab_size_per_layer_input|num_nextn_predict_layers|topk_group|quantization_config")
 
 
@@ -99,8 +102,12 @@ def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ())
     known: keys to accept unread: those that the family has renamed, or has a default for.
     """
     off = None, False, 0, 1, "", [], {}
+    if config.get("is_causal") is False:  # transformers 5 masks nothing then
+        raise InputError(f"{path}: is_causal false is not supported")
+    text = config.get("text_config") or config  # keys beside it are of images and sound
     unread = {
-        key: value for key, value in config.items() if key not in config.read | {*known}
+        key: value for key, value in config.items()
+        if key in text and key not in config.read | {*known}
         and not HARMLESS.fullmatch(key) and (value is True or value not in off)}
     if unread:
         listed = ", ".join(f"{key} {json.dumps(value)[:60]}" for key, value in unread.items())

@@ -351,7 +351,8 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         MIXTURE, {"renormalise_experts": True}, MIXTRAL_DEFAULTS | NO_WINDOW, experts=True,
         architecture="MixtralForCausalLM"),
     "Qwen3MoeForCausalLM qwen3_moe gguf:qwen3moe+experts": _family(
-        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True),
+        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True,
+        required={"use_qk_norm": True, "shared_expert_intermediate_size": 0}),
     "Qwen3VLMoeForConditionalGeneration qwen3_vl_moe Qwen3OmniMoeForConditionalGeneration"
     " gguf:qwen3vlmoe+experts": _family(
         MIXTURE, {"qk_norm": True}, {"norm_topk_prob": True, "head_dim": 128, **NO_WINDOW}, experts=True,

@@ -127,7 +127,7 @@ class Session:
         try:
             self._run()
         finally:
-            if processes.is_main and self.work.is_dir():
+            if self.o.minutes and processes.is_main and self.work.is_dir():
                 write_text(self.work / SECONDS, f"{time.monotonic() - self.start_time:.1f}\n")
 
     def _run(self) -> None:
@@ -215,7 +215,7 @@ class Session:
             if self.resumed and (written := len(collector.planned)) < asked:
                 if not written:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
-                                     " another --out, or delete it")
+                                     " another --out, or delete it and the file seconds beside it")
                 log_stderr(f"resuming with the {written:,} conversations that are written, of {asked:,}")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))

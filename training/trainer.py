@@ -88,7 +88,7 @@ def check_same(folder: Path, options: dict, state: dict) -> None:
         saved = options | state["options"]
         if differs := sorted(n for n in options.keys() - {"minutes"} if options[n] != saved[n]):
             raise InputError(f"{folder / STATE} was made with other settings or data ({', '.join(differs)});"
-                             " use another --out, or delete it")
+                             " use another --out, or delete it and the file seconds beside it")
 
 
 class Trainer:

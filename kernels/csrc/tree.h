@@ -6,7 +6,7 @@
 
 namespace eagle {
 
-// Marginal costs of drafting, see schedulers/marginal_costs.py: MarginalCosts. False: the tree is not limited.
+// Marginal costs of drafting, see schedulers/costs.py: MarginalCosts. False: the tree is not limited.
 using CostFields = std::tuple<double, Maybe, Maybe>;
 struct MarginalCosts {
   const double level;
