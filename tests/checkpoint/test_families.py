@@ -392,6 +392,11 @@ def test_unknown_keys_are_refused_by_name(name):
         text |= {"num_local_experts": 0, "layer_types": kinds}
     for other in {}, {"odd_scale": 1.0, "odd_switch": False}, WRITTEN:
         assert read_fields(name, text | other)
-    for key, value in ("odd_scale", 0.5), ("odd_switch", True), ("odd_layers", [3]):
-        with pytest.raises(InputError, match=f"{key} .* is not supported: unknown"):
+    if name == "Qwen3MoeForCausalLM":  # as Qwen3-Coder-30B-A3B
+        assert read_fields(name, text | {"use_qk_norm": True, "shared_expert_intermediate_size": 0})
+    for key, value in (
+        ("odd_scale", 0.5), ("odd_switch", True), ("odd_layers", [3]), ("output_multiplier", 0.5),
+        ("is_causal", False),
+    ):
+        with pytest.raises(InputError, match=f"{key} .*is not supported"):
             read_fields(name, text | {key: value})
