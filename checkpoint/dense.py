@@ -69,7 +69,7 @@ HARMLESS = re.compile(
     r"|(base_model_)?name_or_path|attn_implementation|use_flash_attn|use_bfloat16|seq_length"
     r"|experts_per_token|initial_context_length|mtp_num_hidden_layers|mamba_ssm_dtype"
     r"|.*token_(id|index)|(text|thinker|talker|vision|audio|code2wav)_config|(vision|image|video|audio)_.*"
-    r"|mm_.*|projector_.*|multimodal_.*|spatial_merge_size|downsample_factor|pard.*"
+    r"|mm_.*|projector_.*|spd_type|multimodal_.*|spatial_merge_size|downsample_factor|pard.*"
     r"|block_dim|block_norm_eps|conv_dim|conv_dim_out|num_heads|mamba_chunk_size|qk_head_dim|head_dim"
     r"|router_jitter_noise|time_step_(min|max|floor)|dual_chunk_attention_config"
     r"|max_window_layers|no_rope_layer_interval|sliding_window(_size)?"
