@@ -81,6 +81,7 @@ class Session:
 
     command: the command line, for the model card. started: `time.monotonic` when the command started.
     start_time: `started` minus the seconds that earlier runs used; --minutes counts from it.
+    text_end: deadline of the text, in `time.monotonic`. after_text: seconds of --minutes beyond it.
 
     `collect` sets `rows`, the training set (see `training.data`), `held_out`, the validation set, and
     `draft_ids`, the draft vocabulary.
@@ -88,7 +89,7 @@ class Session:
 
     def __init__(self, o: argparse.Namespace, command: list[str], started: float):
         """Check the options and the files that they name, without loading a model. Raises InputError."""
-        self.o, self.command, self.started = o, command, started
+        self.o, self.command = o, command
         self.out, self.work = Path(o.out), Path(o.out.rstrip("/") + "-work")
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
@@ -104,7 +105,8 @@ class Session:
         if (path := self.work / SECONDS).exists():
             earlier.append(float(read_text(path)))
         self.start_time = started - max(earlier)
-        self.remaining = 60 * o.minutes - max(earlier) if o.minutes else math.inf  # seconds, from `started`
+        left = 60 * o.minutes - max(earlier) if o.minutes else math.inf
+        self.text_end, self.after_text = started + left * MAX_TEXT_FRACTION, left * (1 - MAX_TEXT_FRACTION)
         prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
@@ -142,9 +144,9 @@ class Session:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        left = self.started + self.remaining * MAX_TEXT_FRACTION - time.monotonic()
         late = f"--minutes {o.minutes:g}: too few to load the model and compile its kernels; raise it"
-        with time_limit(max(left, 1e-3), late) if o.minutes else contextlib.nullcontext():
+        left = max(self.text_end - time.monotonic(), 1e-3)
+        with time_limit(left, late) if o.minutes else contextlib.nullcontext():
             self.load()
         self.collect()
         if o.collect_only:
@@ -210,8 +212,8 @@ class Session:
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
             asked = len(collector.planned)
-            rest = min(self.training_seconds, self.remaining * (1 - MAX_TEXT_FRACTION))
-            collector.write(0.0 if self.resumed else self.started + self.remaining * MAX_TEXT_FRACTION, rest)
+            rest = min(self.training_seconds, self.after_text)
+            collector.write(0.0 if self.resumed else self.text_end, rest)
             if self.resumed and (written := len(collector.planned)) < asked:
                 if not written:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
