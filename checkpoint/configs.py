@@ -33,7 +33,7 @@ def model_fields(path: Path, config: dict) -> dict:
     Raises InputError for anything that we would compute wrongly.
     """
     reject(path, config, *UNSUPPORTED)
-    usual = config.get("hidden_act")
+    usual = config.get("hidden_act")  # read here even if it does not count, see `reject_unread`
     activation = config.get("hidden_activation") or usual or "silu"
     if activation not in ACTIVATIONS:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
@@ -68,6 +68,7 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
     """Return the sliding window of each layer, 0: none; [] if none is shorter than `longest` tokens."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else 0
     names = config.get("layer_types") or ()
+    # Read even if layer_types replaces them, see `reject_unread`.
     first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
     if kinds := ["full_attention" if kind == "attention" else kind for kind in names]:
         if {*kinds} == {"full_attention"}:

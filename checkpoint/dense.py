@@ -99,6 +99,7 @@ class RecordedConfig(dict):
 def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
     """Raise InputError if a key was not read, is not HARMLESS, and is not null, false, 0, 1 or empty.
 
+    Also if attention is not causal, which such a key says by being false.
     known: keys to accept unread: those that the family has renamed, or has a default for.
     """
     off = None, False, 0, 1, "", [], {}

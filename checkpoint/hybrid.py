@@ -54,7 +54,7 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
             raise InputError(f"{path}: {key} {config[key]!r} is not supported for this model")
     fields = {field: config.get(key, usual) for key, (field, usual) in DELTA.items()}
     layers, kinds = config.get("num_hidden_layers") or 0, config.get("layer_types")
-    period = config.get("full_attention_interval", 4)
+    period = config.get("full_attention_interval", 4)  # read even if unused, see `reject_unread`
     if kinds is None:
         kinds = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if {*kinds} != {"full_attention", "linear_attention"} or len(kinds) != layers:

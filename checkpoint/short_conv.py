@@ -29,6 +29,7 @@ def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
         "full_attention" if full is None or i in full else "conv" for i in range(layers)]
     if {*kinds} - {"full_attention", "conv"} or "full_attention" not in kinds:
         raise InputError(f"{path}: layer_types { {*kinds} }; expected conv and full_attention")
+    # Read even if unused, see `reject_unread`.
     inner, unit = config.get("intermediate_size") or 0, config.get("block_multiple_of", 256)
     factor = config.get("block_ffn_dim_multiplier", 1.0)
     if config.get("block_auto_adjust_ff_dim", True):

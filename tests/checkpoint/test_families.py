@@ -289,7 +289,7 @@ def test_mtp_layer(tmp_path, name):
 def test_quantized_text(tmp_path, name, mode, most):
     """Drafted text is plain text, with caches in int8 too; the MTP layer is quantized with its target."""
     dtype, out = "bf16" if name == "Qwen3-Next" else "keep", tmp_path / mode
-    _, source = converted(tmp_path, name, dtype, mtp=True, num_hidden_layers=4, **WIDE)
+    _, source = converted(tmp_path, name, dtype, mtp=True, num_hidden_layers=4, **WIDE[name])
     command = ["--group", "32", "--method", "nearest"] if mode in LM_HEAD_MODES else []
     assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
     tokens = torch.randint(0, V, (2, 90), generator=torch.Generator().manual_seed(4))

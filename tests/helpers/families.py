@@ -156,10 +156,15 @@ HYBRIDS = {  # with gated delta nets
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
     "Qwen3.5-MoE": ("Qwen3_5MoeText", MIXTURE), "Qwen3-Next": ("Qwen3Next", MIXTURE),
 }
-# Sizes of hybrids that groups of 32 divide.
+# Sizes that groups of 32 divide.
+_WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+_WIDE_DELTA = _WIDE | {"linear_value_head_dim": 16, "linear_num_value_heads": 8}
 WIDE = {
-    "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "linear_value_head_dim": 16,
-    "linear_num_value_heads": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    "Qwen3.5": _WIDE_DELTA,
+    "Qwen3-Next": _WIDE_DELTA | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    "LFM2-MoE": _WIDE | {"moe_intermediate_size": 128},
+    "Gemma 4 E2B": _WIDE | {"global_head_dim": 64, "hidden_size_per_layer_input": 32},
+    "Gemma 4 26B-A4B": _WIDE | {"global_head_dim": 64, "moe_intermediate_size": 128},
 }
 
 
