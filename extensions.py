@@ -34,30 +34,29 @@ class MethodFlag(NamedTuple):
 
 METHODS = {
     "none": Method("", "plain decoding"),
-    "eagle": Method("drafters.static:build", "EAGLE-1: a head on a static tree", "eagle", True),
-    "eagle2": Method("engine.draft:build", "EAGLE-2: the same head on a dynamic tree", "eagle", True),
-    "eagle3": Method("engine.draft:build", "EAGLE-3: a head that reads three target layers", "eagle3", True),
-    "p-eagle": Method("drafters.block:build", "P-EAGLE: EAGLE-3, all levels in one pass", "p-eagle", True),
-    "dflash": Method("drafters.block:build", "DFlash: a head that drafts one block per pass", "dflash", True),
-    "dspark": Method("drafters.block:build", "DSpark: the same with a Markov head", "dspark", True),
-    "medusa": Method("drafters.medusa:build", "Medusa heads: each predicts one of the next tokens", "medusa"),
-    "hydra": Method("drafters.medusa:build", "Hydra heads: each conditioned on the tokens before", "hydra"),
-    "mtp": Method("drafters.assistant:build", "MTP: the multi-token prediction layer of the target's"
-                  " checkpoint, or the assistant of a Gemma 4", "mtp", True),
-    "draft-model": Method("drafters.pard:build", "a smaller model with the same vocabulary (SpS)", "target"),
-    "lookahead": Method("drafters.lookahead:build", "n-grams that the target predicts while verifying"),
-    "lookup": Method("drafters.ngram:build",
-                     "what followed the same tokens earlier in the text (prompt lookup)"),
-    "suffix": Method("drafters.ngram:build", "the same, also in earlier requests (suffix decoding)"),
-    "rest": Method("drafters.ngram:build", "the same, also in a file of tokens (REST)"),
-    "auto": Method("drafters.auto", "the best head in the checkpoint's folder, joined with prompt lookup",
+    "eagle": Method("drafters.static:build", "EAGLE-1 head, static tree", "eagle", True),
+    "eagle2": Method("engine.draft:build", "EAGLE-1 head, dynamic tree (EAGLE-2)", "eagle", True),
+    "eagle3": Method("engine.draft:build", "EAGLE-3 head, dynamic tree", "eagle3", True),
+    "p-eagle": Method("drafters.block:build", "P-EAGLE head: all levels in one pass", "p-eagle", True),
+    "dflash": Method("drafters.block:build", "DFlash head: drafts a block in one pass", "dflash", True),
+    "dspark": Method("drafters.block:build", "DSpark head: DFlash with a Markov head", "dspark", True),
+    "medusa": Method("drafters.medusa:build", "Medusa heads, static tree", "medusa"),
+    "hydra": Method("drafters.medusa:build", "Hydra heads: Medusa, sequentially dependent", "hydra"),
+    "mtp": Method("drafters.assistant:build", "multi-token prediction layer of the target's checkpoint,"
+                  " or Gemma 4 assistant", "mtp", True),
+    "draft-model": Method("drafters.pard:build", "smaller model, same vocabulary (SpS, PARD)", "target"),
+    "lookahead": Method("drafters.lookahead:build", "lookahead decoding"),
+    "lookup": Method("drafters.ngram:build", "prompt lookup: n-gram matches in the context"),
+    "suffix": Method("drafters.ngram:build", "suffix decoding: also matches in earlier requests"),
+    "rest": Method("drafters.ngram:build", "REST: also matches in a token file"),
+    "auto": Method("drafters.auto", "best head, or draft model, found next to the target, with prompt lookup",
                    "auto", True),
 }
 METHOD_FLAGS = {
-    "window": MethodFlag("lookahead", 7, "columns drafted in parallel"),
-    "level": MethodFlag("lookahead", 5, "tokens of an n-gram", 3),
-    "guess-set": MethodFlag("lookahead", 7, "n-grams tried at a time"),
-    "datastore": MethodFlag("rest", None, "file that python -m drafters.ngram made"),
+    "window": MethodFlag("lookahead", 7, "branches drafted in parallel (W of the paper)"),
+    "level": MethodFlag("lookahead", 5, "n-gram size (N of the paper)", 3),
+    "guess-set": MethodFlag("lookahead", 7, "n-grams verified per step (G of the paper)"),
+    "datastore": MethodFlag("rest", None, "token file written by python -m drafters.ngram"),
 }
 CHECK_METHOD_FLAGS = "drafters.options:check"
 CHOOSE_DRAFTER = "drafters.auto:choose"  # resolves --speculate auto

@@ -1,6 +1,6 @@
 """Generate text from a converted checkpoint, with or without speculative decoding.
 
-    python generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "Why is it blue?"
+    python generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "Hello!"
 """
 from __future__ import annotations
 
@@ -27,106 +27,107 @@ DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
 
 
 def parser() -> Options:
-    """Declare the options, each with its rules."""
-    p = Options("Generate text, with or without speculative decoding.")
+    """Return the parser of the command line."""
+    p = Options("Generate text, with or without speculative decoding.",
+                usage="%(prog)s -m CHECKPOINT [options] [PROMPT ...]")
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     p.add_argument("--verify", action="store_true",
         help="check weights against the sha256 in config.json before loading")
     add_prompts(p)
-    add_sampling(p)
     add = add_drafting(p).add_argument
-    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="only T of --tree: nodes, root included")
+    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="T of --tree: nodes, root included")
     add("--tree-depth", type=within(0, MAX_TREE_NODES),
-        help="only D of --tree: expansions after the first level")
-    add("--tree-width", type=within(1, MAX_TREE_NODES), help="only k of --tree: nodes expanded per level")
+        help="D of --tree: levels after the first draft level")
+    add("--tree-width", type=within(1, MAX_TREE_NODES), help="k of --tree: nodes expanded per level")
     p.reject_if(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
-    p.add_runtime().add_argument("--autotune", action="store_true",
-        help="let torch.compile autotune matrix products; for a GPU")
     add_output(p)
+    add_sampling(p)
+    p.add_runtime().add_argument("--autotune", action="store_true",
+        help="let torch.compile autotune matrix products, for GPUs")
     return p
 
 
 def add_prompts(p: Options) -> None:
-    """Add the options of prompts."""
+    """Add the prompt options."""
     add = p.add_argument_group("prompts").add_argument
-    add("words", nargs="*", metavar="PROMPT", help="a prompt; several words are joined")
+    add("words", nargs="*", metavar="PROMPT", help="prompt; several words are joined by spaces")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
-        help="prompt; repeat for a batch; - is standard input")
+        help="prompt; may be repeated, for a batch; - reads standard input")
     add("--prompt-ids", action="append", default=[], type=token_ids, metavar="1,2,3",
-        help="a prompt as token ids")
+        help="prompt as token ids; may be repeated")
     add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
-        help="one prompt; a .jsonl file has one per line; - is standard input")
+        help="file with one prompt; .jsonl: one prompt per line; - reads standard input")
     add("--raw", action="store_true", help="no chat template; parse special tokens in the prompt")
     add("--no-parse-special", action="store_false", dest="parse_special",
-        help="with --raw: encode special tokens as plain text")
-    add("--system", metavar="TEXT", help="system message for the chat template")
-    add("--interactive", action="store_true", help="chat; /help lists its commands")
-    add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
+        help="with --raw: encode special tokens in the prompt as text")
+    add("--system", help="system message for the chat template")
+    add("--interactive", action="store_true", help="chat in the terminal")
+    add("--batch-size", type=positive, help="maximum batch size (default: number of prompts, at most 16)")
     p.reject_if(lambda o: o.interactive and (
                  o.words or o.prompt or o.prompt_ids or o.prompt_file or o.json or o.compare or o.trace or
                  o.num_samples != 1 or o.raw or is_distributed()),
-             lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
+             lambda o: "--interactive reads its prompts from stdin and applies the chat template: leave out"
                        " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
     p.reject_if(lambda o: not (o.raw or o.parse_special),
              lambda o: "--no-parse-special: needs --raw; the template never parses special tokens in prompts")
 
 
 def add_sampling(p: Options) -> None:
-    """Add the options of `Sampling`."""
+    """Add the sampling options, fields of `Sampling`."""
     group = p.add_argument_group("sampling")
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
     add("-n", "--max-new-tokens", type=int, default=256, help="maximum number of new tokens (default 256)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 (default): greedy")
     add("--top-p", type=float, default=1.0,
-        help="keep the smallest set of top tokens with this total probability; 1 is off (default)")
-    add("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off (default)")
+        help="nucleus sampling: keep the most probable tokens up to this total probability; 1 (default): off")
+    add("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 (default): off")
     add("--min-p", type=float, default=0.0,
-        help="drop tokens less probable than this fraction of the top-1 token's; 0 is off (default)")
+        help="drop tokens less probable than this fraction of the top-1 probability; 0 (default): off")
     add("--presence-penalty", type=float, default=0.0, metavar="X",
-        help="subtracted from the logits of tokens in the output (-2 to 2; default 0)")
+        help="subtract from the logits of tokens already in the output (-2 to 2; default 0)")
     add("--frequency-penalty", type=float, default=0.0, metavar="X",
-        help="the same, once for each occurrence (-2 to 2; default 0)")
+        help="subtract once per occurrence in the output (-2 to 2; default 0)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X",
-        help="divides positive, multiplies negative logits of prompt and output tokens; 1 is off (default)")
+        help="divide positive and multiply negative logits of tokens in prompt or output; 1 (default): off")
     add("--logit-bias", action="append", default=[], type=logit_bias, metavar="ID=X",
-        help="added to a token's logit (-100 to 100); may be repeated")
+        help="add X to the logit of token ID (-100 to 100); may be repeated")
     add("--stop", action="append", default=[], metavar="TEXT",
-        help="stop generating at this text, which is not printed; may be repeated")
+        help="stop at this text, which is not printed; may be repeated")
     add("--seed", type=seed, default=0,
-        help="random seed (default 0); drafting does not change the output; taken modulo 2^64")
+        help="random seed, modulo 2^64 (default 0); same output with and without drafting")
     either("--json-object", action="store_true", help="constrain the output to a JSON object")
     either("--json-schema", metavar="SCHEMA", help="constrain the output to a JSON schema: a file or inline")
     add("--logprobs", type=int, metavar="N",
-        help="with --json: log-probabilities of each token and of the top N (0 to 20), before penalties")
+        help="with --json: log-probabilities of the output and top N tokens (0 to 20), before penalties")
     add("--num-samples", type=within(1, 100_000), default=1,
         help="samples per prompt, with seeds SEED, SEED+1, ... (default 1)")
     p.reject_if(lambda o: o.logprobs is not None and not o.json,
-             lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
+             lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json only; add --json")
 
 
 def add_output(p: Options) -> None:
-    """Add the options of the output."""
+    """Add the output options."""
     add = p.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="also decode without drafting, 3 runs each: print the speedup and whether outputs are identical")
-    add("--stats", action="store_true", help="print steps, trees and peak memory")
-    add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
+        help="also decode without drafting, 3 runs each; print speedup and whether outputs are equal")
+    add("--stats", action="store_true", help="print steps, tree sizes, tokens per step and peak memory")
+    add("--json", action="store_true", help="print only JSON to stdout, one object per output")
     add("--trace", metavar="FILE",
-        help="write every draft tree and accepted path (safetensors); one prompt only")
+        help="write the draft tree and accepted path of each step (safetensors); one prompt only")
     p.reject_if(lambda o: o.compare and o.speculate == "none",
              lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
 
 
 def token_ids(text: str) -> list[int]:
-    """An argparse type: comma-separated token ids."""
+    """Parse comma-separated token ids (argparse type)."""
     with contextlib.suppress(ValueError):
         return [int(i) for i in text.split(",")]
     raise argparse.ArgumentTypeError(f"{text!r}: expected token ids, such as 1,2,3")
 
 
 def logit_bias(value: str) -> tuple[int, float]:
-    """An argparse type: ID=X, a token id and its logit bias."""
+    """Parse ID=X, a token id and its logit bias (argparse type)."""
     token, _, number = value.partition("=")
     with contextlib.suppress(ValueError):
         return int(token), float(number)
@@ -197,7 +198,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     engine.warm_up(samplings[0])
     if o.stats and (line := engine.scheduler.describe(o.temperature > 0)):
         log_stderr(line)
-    log_stderr(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
+    log_stderr(f"ready after {time.perf_counter() - STARTED:.1f} s")
     if o.interactive:
         from console.chat import chat
 
@@ -265,7 +266,7 @@ def run(o) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    """Run the command line. Returns the exit status, see `common.cli.run_command`."""
     return command(parser(), argv, run, ValueError, OSError)
 
 

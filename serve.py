@@ -12,7 +12,7 @@ import sys
 import time
 from functools import partial
 
-# Imports of torch wait until options have been read: --help answers at once.
+# torch is imported only after the options have been parsed, so that --help is fast.
 from common import STARTED
 from common.cli import Options, command, is_distributed, is_main_rank, log_stderr, within
 from common.errors import InputError
@@ -22,26 +22,12 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send 
 
 
 def parser() -> Options:
-    """Return the options of the command line, each with its rules."""
-    p = Options(__doc__)
+    """Return the parser of the command line."""
+    p = Options(__doc__, usage="%(prog)s -m CHECKPOINT [options]")
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,
         help="check weights against the sha256 in config.json before loading (default; --no-verify skips it)")
-
-    add = p.add_argument_group("requests").add_argument
-    add("--slots", type=within(1, 256),
-        help="requests decoded concurrently (default 4 on a CPU, 16 on a GPU; fewer if memory is short)")
-    add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
-    add("--max-tokens", type=within(1, 1 << 20), default=2048,
-        help="default max_tokens of a request (default 2048)")
-    add("--time-limit", type=within(0.1, 1e9, float), default=600.0, metavar="SECONDS",
-        help="time limit of a request, queueing included (default 600)")
-    add("--max-body", type=within(1, 1 << 30), default=4 << 20, metavar="BYTES",
-        help="maximum size of a request body (default 4 MB)")
-    add("--per-request-metrics", action="store_true",
-        help="add speculative decoding metrics to every response, as in vLLM")
-    add("--quiet", action="store_true", help="do not log requests")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
@@ -51,13 +37,28 @@ def parser() -> Options:
         help="allowed origin for requests from browsers; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
-    # torchrun kills its processes 30 seconds after it has told them to end.
+    # torchrun sends SIGKILL 30 seconds after SIGTERM.
     add("--grace", type=within(0, 1e6, float), default=20.0 if is_distributed() else 30.0, metavar="SECONDS",
         help="time for running requests to finish after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
+
+    add = p.add_argument_group("requests").add_argument
+    add("--slots", type=within(1, 256),
+        help="batch slots: requests decoded concurrently (default 4 on a CPU, 16 on a GPU, fewer if memory is"
+        " short)")
+    add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
+    add("--max-tokens", type=within(1, 1 << 20), default=2048,
+        help="max_tokens of requests that do not set it (default 2048)")
+    add("--time-limit", type=within(0.1, 1e9, float), default=600.0, metavar="SECONDS",
+        help="time limit of a request, queueing included (default 600)")
+    add("--max-body", type=within(1, 1 << 30), default=4 << 20, metavar="BYTES",
+        help="maximum size of a request body (default 4 MB)")
+    add("--per-request-metrics", action="store_true",
+        help="add speculative decoding metrics to every response, as in vLLM")
+    add("--quiet", action="store_true", help="do not log requests")
     p.reject_if(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
-             lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
+             lambda o: f"--cors {' '.join(o.cors)}: expected *, or an origin such as https://host or"
                        " http://host:8080")
-    p.reject_if(lambda o: o.api_key == "", lambda o: "--api-key: is empty; give a key")
+    p.reject_if(lambda o: o.api_key == "", lambda o: "--api-key: is empty; expected a key")
     p.add_rule(key_of)
     add_drafting(p, AUTO)
     p.add_runtime()
@@ -65,7 +66,7 @@ def parser() -> Options:
 
 
 def key_of(o) -> str | None:
-    """Return the key that requests need, if any. Raises InputError if no header can hold it."""
+    """Return the API key, if any. Raises InputError if it is not valid in an HTTP header."""
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
     if key and not (key.isascii() and key.isprintable() and key == key.strip()):
         where = "--api-key" if o.api_key else "EAGLE_API_KEY"
@@ -74,7 +75,7 @@ def key_of(o) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises InputError if the address cannot be had."""
+    """Return a listening socket. Raises InputError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
@@ -84,19 +85,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(o) -> None:
-    """Serve, alone or as one of several ranks, until a signal ends it.
+    """Serve until a signal ends it, as one process or as one of several ranks.
 
     Raises InputError, ValueError and OSError on bad input.
     """
     from engine.runtime import open_runtime
 
-    listener = listen(o.host, o.port) if is_main_rank() else None  # before seconds are spent on loading
+    listener = listen(o.host, o.port) if is_main_rank() else None  # fail before loading
     with open_runtime(o, DraftOptions.from_options(o).tree) as (runtime, ranks):
         start(o, runtime, listener, ranks)
 
 
 def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
-    """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
+    """Load and serve. listener: None on all ranks but the first. Raises as `run`."""
     from engine.sampling import Sampling
     from llm import LLM
     from server.app import Server, make_app
@@ -112,7 +113,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     engine, checkpoint = llm.engine, llm.target.checkpoint
     batch = engine.batch
     if llm.tokenizer is None:
-        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
+        raise InputError(f"{checkpoint}: has no tokenizer files, which serving needs; copy them there")
     log_stderr(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.cache_slots} tokens,"
                f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), exhaustive=True)
@@ -132,7 +133,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics, o.max_tokens)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    log_stderr(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
+    log_stderr(f"ready after {time.perf_counter() - STARTED:.1f} s: {where}")
     app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else log_stderr)
     serve(app, worker, listener, o.grace)
     if ranks:

@@ -4,16 +4,15 @@
     python train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
-1. Data. The target answers the prompts of a file (--prompts), user turns that it generates (--synthesize), or
-   both. Data is written to OUT-work/data; the loss is on answer tokens only.
-2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
-   --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
-   2607.05147). With --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). After every epoch
-   tree τ is measured by decoding held-out prompts.
-3. Result. OUT is a converted head with a model card: name it with --draft. `python -m checkpoint.export`
-   writes EAGLE heads for SGLang, vLLM and llama.cpp.
+1. Data: the target answers the prompts of a file (--prompts), or user turns that it generates (--synthesize).
+   The data is in OUT-work/data. The loss is on answer tokens only.
+2. Training: EAGLE-3 with training-time test (arXiv 2503.01840). --kind selects P-EAGLE (2602.01469), DFlash
+   (2602.06036), DSpark (2607.05147) or EAGLE-1/2 (2401.15077). After each epoch, held-out prompts are decoded
+   to measure the acceptance length τ.
+3. Result: OUT, a converted head with a model card. Use it with --draft OUT, or copy it to CHECKPOINT/eagle3.
+   `python -m checkpoint.export` exports EAGLE heads to SGLang, vLLM and llama.cpp.
 
-The same command resumes a run, also after a kill. Gradients do not depend on the number of processes.
+The same command resumes an interrupted run, with any number of processes.
 """
 from __future__ import annotations
 
@@ -30,55 +29,55 @@ MEASUREMENT = 10  # seconds of --estimate
 
 
 def parser() -> Options:
-    """Return the options of the command line, each with its rules."""
+    """Return the parser of the command line."""
     from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS
     from training.data import MIN_ANSWER_TOKENS
     from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
     from training.session import DRAFT_VOCAB
 
-    p = Options(__doc__)
+    p = Options(__doc__, usage="%(prog)s -m CHECKPOINT --out OUT [options]")
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
     add("--out", help="folder for the head (required, except with --estimate); OUT-work holds data,"
         " training state and log")
-    add("--kind", choices=TRAINED, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
-    add("--device", help="default: cuda if there is one, else cpu")
+    add("--kind", choices=TRAINED, default="eagle3", help="kind of head (default eagle3); eagle: EAGLE-1/2")
+    add("--device", help="device (default: cuda if available, else cpu)")
     add("--seed", type=seed, default=0, help="random seed (default 0)")
 
     add = p.add_argument_group("data").add_argument
     add("--prompts", metavar="FILE",
-        help="JSON lines with prompt, turns, messages or conversations; the target answers the user turns")
+        help="JSON lines with prompt, turns, messages or conversations: the target answers their user turns")
     add("--synthesize", type=count, default=0, metavar="N",
         help="generate N conversations, user turns included, with the target")
-    add("--openings", metavar="FILE", help="prefixes of the user turns of --synthesize, one a line")
+    add("--openings", metavar="FILE", help="with --synthesize: prefixes of the user turns, one per line")
     add("--shards", action="append", default=[], metavar="FOLDER",
         help="data of an earlier run for this target (its OUT-work/data); may be repeated")
     add("--temperature", type=within(0, 1e6, float), default=0.7,
         help="sampling temperature of the answers; 0 is greedy (default 0.7)")
     add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=ANSWER_TOKENS,
-        help="maximum tokens of an answer (default 256)")
+        help="maximum number of tokens of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="skip longer prompts (default 256)")
     add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
         help="truncate conversations to this length (default 1024)")
     add("--decode-batch", type=positive, default=48, help="batch size of generation (default 48)")
     add("--estimate", action="store_true",
-        help="print the estimated hours on this machine and exit (without data: for --synthesize"
+        help="print the estimated duration on this machine and exit (default data: --synthesize"
         f" {CONVERSATIONS})")
-    add("--collect-only", action="store_true", help="stop after generating the data")
+    add("--collect-only", action="store_true", help="generate the data, then exit")
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
-        help="initialize sizes and weights from this head: the same kind, or EAGLE-3 for p-eagle")
+        help="initialize from this head, of the same kind (p-eagle: or EAGLE-3)")
     add("--draft-vocab", type=positive, metavar="N",
         help=f"draft vocabulary, the most frequent tokens (default {DRAFT_VOCAB} or --start's; EAGLE-1: all)")
     add("--layers", type=positive, metavar="N",
         help="P-EAGLE, DFlash, DSpark: decoder layers (default 1)")
     add("--drafts", type=positive, metavar="N",
-        help=f"P-EAGLE, DFlash, DSpark: draft tokens per pass (default {BLOCK_DRAFTS})")
+        help=f"P-EAGLE, DFlash, DSpark: tokens drafted per pass (default {BLOCK_DRAFTS})")
     add("--states", type=positive, metavar="N",
-        help="target hidden states that the head reads (default: EAGLE-3, P-EAGLE 3; DFlash, DSpark 5)")
+        help="target layers whose hidden states the head reads (default 3; DFlash, DSpark: 5)")
     add("--markov-rank", type=count, metavar="R",
-        help=f"P-EAGLE, DSpark: rank of the Markov head, 0: none (default {MARKOV_RANK} for DSpark, else 0)")
+        help=f"P-EAGLE, DSpark: rank of the Markov head; 0: none (default {MARKOV_RANK} for DSpark, else 0)")
 
     add_training(p)
     add_rules(p)
@@ -93,19 +92,18 @@ def add_training(p: Options) -> None:
     plan, add = Plan(), p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {TTT_STEPS})")
     add("--loss", choices=("ce", "lk"),
-        help="ce: cross-entropy with the target's distribution (default). lk: half of the loss is -log of the"
+        help="ce (default): cross-entropy with the target's distribution; lk: half that, half -log of the"
         " acceptance rate")
     add("--epochs", type=positive, default=plan.epochs, help="epochs (default 4)")
     add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
-        help="time budget, at most half of it for data generation (default 0: none)")
+        help="time limit of the run in minutes, at most half of it for data generation (default 0: none)")
     add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
     add("--batch-tokens", type=positive, default=plan.batch_tokens,
-        help="padded tokens per optimizer step, over all processes (default 1024)")
+        help="tokens per optimizer step, padding included, over all processes (default 1024)")
     add("--shard-target", action="store_true",
-        help="with torchrun: shard the target over the processes, if it does not fit in one (default: each"
-        " holds all of it)")
-    add("--validate-prompts", type=count, default=16,
-        help="held-out prompts to decode after every epoch (default 16)")
+        help="with torchrun: shard a target that does not fit on one device (default: replicate)")
+    add("--validate-prompts", type=count, default=16, metavar="N",
+        help="held-out prompts decoded after every epoch (default 16)")
 
 
 def add_rules(p: Options) -> None:
@@ -119,15 +117,15 @@ def add_rules(p: Options) -> None:
     reject_if(lambda o: not o.out, lambda o: "--out is missing: name a folder for the head")
     p.add_rule(lambda o: check_replaceable("--out", o.out))
     reject_if(lambda o: not (o.prompts or o.synthesize or o.shards),
-           lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --shards FOLDER or several")
+           lambda o: "no training data: give --prompts FILE, --synthesize N or --shards FOLDER")
     reject_if(lambda o: o.openings and not o.synthesize,
-           lambda o: "--openings belongs to --synthesize; leave it out")
+           lambda o: "--openings: only with --synthesize; leave it out")
     reject_if(lambda o: o.states and o.start,
-           lambda o: "--states belongs to heads from nothing, --start has its own; leave it out")
+           lambda o: "--states: not with --start, whose head sets it; leave it out")
     reject_if(lambda o: o.shard_target and not is_distributed(),
            lambda o: "--shard-target: shards the target over processes; start with torchrun")
     reject_if(lambda o: o.shard_target and o.minutes,
-           lambda o: "--shard-target: processes that share a target need equal work; leave out --minutes")
+           lambda o: "--shard-target: not with --minutes; leave one out")
     for name in HEAD_OPTIONS[1:]:
         reject_if(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
@@ -172,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parser()
     # PyTorch raises RuntimeError when memory runs out.
     return command(options, argv, lambda o: run(o, words, started), OSError, ValueError, RuntimeError,
-                   interrupted="\nstopped; run the same command to go on")
+                   interrupted="\ninterrupted; run the same command to resume")
 
 
 if __name__ == "__main__":

@@ -153,23 +153,24 @@ class Options(argparse.ArgumentParser):
         """Add the options of `engine.runtime.Runtime`: device, dtype, kernels. Returns their group."""
         group = self.add_argument_group("runtime")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
-        add("--device", help="default: cuda if there is one, else cpu")
-        add("--dtype", choices=DTYPES, help="default: as stored")
+        add("--device", help="device (default: cuda if available, else cpu)")
+        add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: as stored)")
         add("-c", "--max-seq-len", type=within(2),
-            help="maximum context length, prompt and output (default: the model's, as far as memory allows)")
+            help="maximum number of tokens, prompt and output (default: the model's maximum, or less to fit"
+                 " memory)")
         add("-t", "--threads", type=within(1, MAX_THREADS),
-            help="CPU threads (default: PyTorch's), at most the usable processors")
+            help="CPU threads, at most the available processors (default: PyTorch's number)")
         add("--compile", action=on_off, default=True,
-            help="default; --no-compile: eager PyTorch, without our kernels and torch.compile")
+            help="run our kernels or torch.compile (default); --no-compile: eager PyTorch")
         add("--kernels", action=on_off, default=True,
-            help="C++ and Triton kernels (default); --no-kernels: torch.compile instead")
+            help="run our C++ and Triton kernels (default); --no-kernels: torch.compile")
         add("--isa", metavar="NAME",
-            help="instruction set of the kernels, such as avx2 (default: EAGLE_ISA, or the best one)")
+            help="instruction set of the CPU kernels, such as avx2 (default: EAGLE_ISA, or the best)")
         add("--kv", choices=KV_DTYPES, default="auto",
-            help="KV cache of the target: auto, the model's dtype (default); int8, CPU kernels; fp8, GPUs"
-                 " and PyTorch")
+            help="KV cache of the target: auto (default): the dtype of the model; int8: our CPU kernels only;"
+                 " fp8: GPUs and PyTorch only")
         self.reject_if(lambda o: o.isa and not (o.compile and o.kernels),
-                    lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
+                    lambda o: f"--isa {o.isa}: is for our kernels; leave out --no-kernels and --no-compile")
         return group
 
 

@@ -37,14 +37,13 @@ def methods_of(name: str) -> dict[str, Method]:
 
 
 def add_method_flags(group) -> None:
-    """Add the flags that only some methods take, None by default."""
+    """Add the flags of single methods, None by default."""
     for flag, (name, default, what, _) in extensions.METHOD_FLAGS.items():
         kind, metavar, suffix = (str, "FILE", "") if default is None else (int, "N", f" (default {default})")
         help = f"{name}: {what}{suffix}"
         group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=help)
     group.add_argument("--draft-window", type=int, metavar="N",
-        help="the head attends only to the last N tokens; 0: to all (default: the length that it was trained"
-             " on)")
+        help="tokens that the head attends to, 0: all (default: its training length)")
 
 
 def given_flags(o: argparse.Namespace) -> dict:
@@ -54,27 +53,28 @@ def given_flags(o: argparse.Namespace) -> dict:
 
 
 def add_drafting(p: Options, default: str = "none"):
-    """Add the options of drafting, with their rules. Returns their group. default: the method."""
+    """Add the drafting options and their rules. Returns their group. default: of --speculate."""
     lines = [f"{name:12} {method.what}" for name, method in METHODS.items()]
-    methods = "\n".join(("METHOD is one of these, or two with a plus, such as lookup+eagle3:", *lines))
+    methods = "\n".join(("METHOD: one of these, or two joined by +, such as lookup+eagle3", *lines))
     group = p.add_argument_group("drafting", methods)
     add, on_off = group.add_argument, argparse.BooleanOptionalAction
     add("--speculate", default=default, metavar="METHOD",
-        help=f"drafting method, such as auto, eagle3 or none (default {default}); one of the methods above")
+        help=f"drafting method, see above (default {default})")
     add("-md", "--draft", metavar="DIR",
-        help="head (default CHECKPOINT/METHOD, eagle for eagle2) or draft model: folder, hub id or .gguf")
+        help="draft head or draft model: folder, hub id or .gguf; implies --speculate auto (default:"
+             " CHECKPOINT/METHOD; for eagle2 CHECKPOINT/eagle)")
     add("--tree", metavar="SPEC",
-        help="auto: sized by the cost model (default with our CPU kernels); paper: the paper's tree;"
-             " nodes,depth,width; or a JSON file of paths: a static tree")
+        help="auto: sized by the cost model at each step (default with our CPU kernels); paper: the tree of"
+             " the method's paper; T,D,k: nodes, depth, width, such as 12,3,4; or a JSON file: a static tree")
     add("--coupled", action=on_off, default=True,
-        help="rank drafts with the target's sampling noise (default)")
+        help="rank draft tokens with the target's sampling noise, for higher acceptance (default)")
     add("--draft-int8", action=on_off, default=True,
-        help="on our kernels, quantize a 16-bit head at load (default)")
+        help="quantize a 16-bit head to 8 bits at load, with our kernels (default)")
     add("--shard-head", action="store_true",
-        help="with torchrun: shard the head or draft model over the ranks (default: replicated)")
+        help="with torchrun: shard the head or draft model over the ranks (default: replicate)")
     add_method_flags(group)
     p.reject_if(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
-             lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"
+             lambda o: "--shard-head: shards the draft head over ranks; add --speculate, and start with"
                        " torchrun")
 
     def draft_implies_auto(o: argparse.Namespace) -> None:

@@ -59,7 +59,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, text, mode, most, dtyp
     scored.write_text("The cat sat on the mat, and the dog sat on the cat. " * 10)
     options = "--mode", mode, "--text", scored, *((*GROUPED, "--calibrate", text) if four_bits else ())
     code, printed = run(capsys, "--checkpoint", golden, "--out", out, *options)
-    agreement = float(re.search(r"perplexity .* same next token ([\d.]+)%", printed.out)[1])
+    agreement = float(re.search(r"perplexity .* top-1 agreement ([\d.]+)%", printed.out)[1])
     assert code == 0 and agreement > (50 if four_bits else 90)
     before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))

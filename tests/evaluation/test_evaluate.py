@@ -65,7 +65,7 @@ def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
         assert run.go(out="stopped") == 130
     printed = capsys.readouterr()
     assert "\n| eagle3 " in printed.out and "without an answer" in printed.out
-    assert "the same command goes on" in printed.err and "the table so far:" in printed.err
+    assert "run the same command to resume" in printed.err and "results so far:" in printed.err
     before = (stopped / "answers.jsonl").read_text()
     (stopped / "answers.jsonl").write_text(before + '{"set": "one", "ques')  # as a kill may leave it
     assert run.go(out="stopped") == 0

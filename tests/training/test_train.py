@@ -180,7 +180,7 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     monkeypatch.setattr(session, "LOW_TAU", 9.0)
     argv = options(golden, prompt_file, tmp_path, epochs=50, minutes=1)
     assert train.main(argv) == 130
-    assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")
+    assert capsys.readouterr().err.endswith("\ninterrupted; run the same command to resume\n")
     assert train.main(argv) == 0
     rates = [entry["lr"] for entry in log_of(tmp_path) if "loss" in entry]
     assert len(rates) == 7 and rates[-1] == pytest.approx(0.1 * 1e-3) and max(rates) > 0.5e-3
