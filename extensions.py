@@ -53,9 +53,9 @@ METHODS = {
                    "auto", True),
 }
 METHOD_FLAGS = {
-    "window": MethodFlag("lookahead", 7, "branches drafted in parallel (W of the paper)"),
-    "level": MethodFlag("lookahead", 5, "n-gram size (N of the paper)", 3),
-    "guess-set": MethodFlag("lookahead", 7, "n-grams verified per step (G of the paper)"),
+    "window": MethodFlag("lookahead", 7, "W of the paper, branches drafted in parallel"),
+    "level": MethodFlag("lookahead", 5, "N of the paper, n-gram size", 3),
+    "guess-set": MethodFlag("lookahead", 7, "G of the paper, n-grams verified per step"),
     "datastore": MethodFlag("rest", None, "token file written by python -m drafters.ngram"),
 }
 CHECK_METHOD_FLAGS = "drafters.options:check"

@@ -36,7 +36,7 @@ MISTAKES = (
     (DECODING, "-hf a/b", "unrecognized arguments: -hf (did you mean --checkpoint?)"),
     ("generate", "--prompt=", "no prompt: give"), ("generate", "--chat", "(did you mean --interactive?)"),
     ("generate", "-s 3", "(did you mean --seed?)"),
-    (DECODING, "--speculate rest", "--speculate rest: needs --datastore, the file that python -m drafters"),
+    (DECODING, "--speculate rest", "--speculate rest: needs --datastore, the token file written by"),
     (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no such file; name the"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
     (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; use the head in TARGET with"),
