@@ -11,7 +11,7 @@ from pathlib import Path
 if __package__:  # installed as a package: import its modules by the top-level names of the checkout
     sys.path.insert(0, str(Path(__file__).parent))
 
-from common import VERSION
+from common.cli import VERSION
 from common.errors import did_you_mean
 
 COMMANDS = {

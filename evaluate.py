@@ -83,7 +83,7 @@ def run(o) -> int:
     Raises InputError, ValueError, OSError or RuntimeError.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
-    from engine.runtime import open_runtime
+    from engine.target import open_runtime
     from evaluation.answers import check_evaluation, read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation

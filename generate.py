@@ -13,8 +13,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 # torch is imported only after the options have been parsed, so that --help is fast.
-from common import STARTED
-from common.cli import Options, command, is_distributed, log_stderr, positive, seed, within
+from common.cli import STARTED, Options, command, is_distributed, log_stderr, positive, seed, within
 from common.errors import InputError, read_text
 from engine.drafting import MAX_TREE_NODES, DraftOptions, add_drafting
 
@@ -259,7 +258,7 @@ def run(o) -> int:
     Raises InputError, ValueError and OSError on bad input.
     """
     prompts, samplings = read_options(o)
-    from engine.runtime import open_runtime
+    from engine.target import open_runtime
 
     with open_runtime(o, prompts, samplings) as (runtime, ranks):
         return decode(o, prompts, samplings, runtime, ranks)

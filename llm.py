@@ -26,9 +26,8 @@ from common.errors import InputError, counted
 from common.schema import Schema, as_python, whole, with_options
 from engine.drafting import AUTO, DraftOptions
 from engine.request import Event, Prompt, Request, encode
-from engine.runtime import Runtime
 from engine.sampling import Sampling
-from engine.target import Target, load_target
+from engine.target import Runtime, Target, load_target
 
 ARGUMENTS = {
     "checkpoint": str | Path, "speculate": str | InstanceOf[DraftOptions], "draft": str | Path | None,

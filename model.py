@@ -516,7 +516,7 @@ class Transformer(nn.Module):
     """A target: embedding, layers, final norm, lm_head.
 
     - Args, Layer, Caches: classes of its shape, layers and KV caches
-    - backend: the `engine.runtime.Backend` that it was prepared for, or None
+    - backend: the `engine.step.Backend` that it was prepared for, or None
     - runs_on_backend: all of its layers run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
     - ranks: the tensor-parallel group, or None

@@ -13,8 +13,7 @@ import time
 from functools import partial
 
 # torch is imported only after the options have been parsed, so that --help is fast.
-from common import STARTED
-from common.cli import Options, command, is_distributed, is_main_rank, log_stderr, within
+from common.cli import STARTED, Options, command, is_distributed, is_main_rank, log_stderr, within
 from common.errors import InputError
 from engine.drafting import AUTO, DraftOptions, add_drafting
 
@@ -89,7 +88,7 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from engine.runtime import open_runtime
+    from engine.target import open_runtime
 
     listener = listen(o.host, o.port) if is_main_rank() else None  # fail before loading
     with open_runtime(o, DraftOptions.from_options(o).tree) as (runtime, ranks):

@@ -139,7 +139,7 @@ def run(o: argparse.Namespace, words: list[str], started: float) -> None:
     import torch
 
     from drafters.estimate import describe, measured_flops
-    from engine.runtime import Runtime
+    from engine.target import Runtime
     from kernels.tp import local_device, process_group
     from training.processes import RANK_TIMEOUT, ProcessGroup
     from training.session import Session

@@ -21,9 +21,8 @@ from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.graphs import CapturedCalls
 from engine.request import encode
-from engine.runtime import Runtime
 from engine.sampling import Sampling
-from engine.target import Target, load_target
+from engine.target import Runtime, Target, load_target
 from head import Head
 from kernels.choose import on_backend
 from model import Transformer
@@ -194,7 +193,7 @@ def load(
 ) -> Model:
     """Load a converted target, or make one of a shape with random weights.
 
-    mode: of a shape's weights, see `shapes.random_models`. runtime: fields of `engine.runtime.Runtime`.
+    mode: of a shape's weights, see `shapes.random_models`. runtime: fields of `engine.target.Runtime`.
     """
     if checkpoint:
         return Model(load_target(checkpoint, Runtime(**runtime), log_stderr))

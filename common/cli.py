@@ -8,13 +8,15 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import TextIO
 
-from common import VERSION
 from common.errors import InputError, did_you_mean, one_line
 
+STARTED = time.perf_counter()  # commands import this file first, before anything slow
+VERSION = "0.1"
 MAX_THREADS = 1024
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
 DTYPES |= {name: name for name in DTYPES.values()}
@@ -150,7 +152,7 @@ class Options(argparse.ArgumentParser):
         self.add_argument("-m", "--model", "--checkpoint", dest="checkpoint", required=True, help=help)
 
     def add_runtime(self):
-        """Add the options of `engine.runtime.Runtime`: device, dtype, kernels. Returns their group."""
+        """Add the options of `engine.target.Runtime`: device, dtype, kernels. Returns their group."""
         group = self.add_argument_group("runtime")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="device (default: cuda if available, else cpu)")

@@ -7,7 +7,7 @@ from shlex import quote
 
 from common.names import program
 from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, measured_flops, phases, weights
-from engine.runtime import Runtime
+from engine.target import Runtime
 
 # Heads on the Hugging Face hub by layers, hidden size and vocabulary of their target. Models share shapes.
 HEADS = {

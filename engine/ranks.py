@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from checkpoint.load import read_config_if_converted
 from common.torchrun import shared_options
-from engine.runtime import Runtime
+from engine.target import Runtime
 from kernels.tp import Ranks, local_device, process_group
 
 

@@ -18,10 +18,9 @@ from common.errors import InputError
 from common.machine import free_memory
 from engine.draft import Drafter
 from engine.request import Guide, Score
-from engine.runtime import backend_of, step_of
 from engine.sampling import Modes
 from engine.state import State
-from engine.step import accept_and_commit, draft_and_verify, first_token, prefill
+from engine.step import accept_and_commit, backend_of, draft_and_verify, first_token, prefill, step_of
 from model import Transformer
 from tree import Tree
 

@@ -1,9 +1,9 @@
 """One step of decoding: draft, verify, accept, commit. This file is the PyTorch implementation.
 
-`Step` defines the phases and the tensor operations that drafters call; an `engine.runtime.Backend` defines
-modules, caches and threads. The kernels of a device and tensor parallelism subclass `Step` and override whole
-phases. All subclasses compute the same values, except for the last bits of noise, of log-probabilities and of
-the target's forward pass.
+`Step` defines the phases and the tensor operations that drafters call; a `Backend` defines modules, caches
+and threads. The kernels of a device and tensor parallelism subclass `Step` and override whole phases. All
+subclasses compute the same values, except for the last bits of noise, of log-probabilities and of the
+target's forward pass.
 
 `draft_and_verify` and `accept_and_commit` are the two halves of a step: each is one compiled graph. With a
 grammar the host fills `state.processors.allowed` in between. `prefill` and `first_token` are the pass over
@@ -14,7 +14,10 @@ V vocabulary.
 """
 from __future__ import annotations
 
+import contextlib
+
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 import tree
@@ -23,7 +26,10 @@ from engine.draft import Drafter
 from engine.sampling import Modes
 from engine.state import State
 from model import KVCaches, Transformer
-from tree import CandidateTree, Tree, gather_tokens
+from tree import CandidateTree, Tree, TreeShape, gather_tokens
+
+MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
+GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
 
 
 class Step:
@@ -240,3 +246,64 @@ def first_token(
     count = step.commit(state, chosen, ends.long(), index, features, active=ends)
     if modes.adjusted:
         state.processors.count(chosen, count)
+
+
+# -- backends ---------------------------------------------------------------------------------
+
+
+class Backend:
+    """How models run on a device: modules, KV caches, threads and the `Step`. This base class uses PyTorch.
+
+    - name: for logs
+    - step: what a decoding step computes, with the operations of this backend
+    - caches: KV cache classes by the names of `--kv`
+    - quantized_at_load: by dtype, the mode that makes a 16-bit head faster here
+    - self_check: the entry (`extensions.load`) of a check that runs before the first warmup
+    """
+
+    name = "torch"
+    step = Step()
+    caches: dict[str, type[KVCaches]] = {"auto": KVCaches}
+    quantized_at_load: dict[torch.dtype, str] = {}
+    self_check: str | None = None
+
+    def __deepcopy__(self, memo: dict) -> Backend:
+        return self  # copies of a model run on the same backend
+
+    def prepare(self, *models: nn.Module) -> bool:
+        """Replace modules of the models by those of this backend, in place.
+
+        Models may share modules, as a head shares its target's lm_head. Returns True if all layers of all
+        targets in `models` run on this backend. Other layers stay unchanged.
+        """
+        for model in models:
+            model.backend = self
+        return True
+
+    def threads(self) -> contextlib.AbstractContextManager:
+        """Return a context for passes, with the number of threads that they need."""
+        return contextlib.nullcontext()
+
+    def default_tree(self, device: torch.device, quantized: bool, batch: int) -> TreeShape:
+        """Return the default tree for up to `batch` requests.
+
+        A GPU takes the largest of GPU_TREES with which all requests together verify at most MAX_GPU_TOKENS.
+        On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a head pass.
+        """
+        if device.type == "cuda":
+            return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
+        return TreeShape(8, 2, 4) if quantized else TreeShape(12, 3, 4)
+
+
+TORCH_BACKEND = Backend()
+
+
+def step_of(target: Transformer) -> Step:
+    """Return the step of a target's backend, PyTorch's if a layer runs only there; sharded with ranks."""
+    step = backend_of(target).step
+    return target.make_sharded_step(step, target) if target.make_sharded_step else step
+
+
+def backend_of(target: Transformer) -> Backend:
+    """Return the backend that runs all layers of a target: PyTorch if a layer runs only there."""
+    return target.backend if target.runs_on_backend else TORCH_BACKEND

@@ -65,7 +65,7 @@ class Judge:
         self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
         ranks: Ranks | None = None, kv: str = "auto",
     ):
-        """Set the tolerance for the engines' dtype, device and kv (see `engine.runtime.Runtime`).
+        """Set the tolerance for the engines' dtype, device and kv (see `engine.target.Runtime`).
 
         exact: kernels are batch-invariant, so no difference is a tie. ranks: of a sharded target; all ranks
         must call `difference` with the same answers.

@@ -18,9 +18,9 @@ from common.hashes import seed_of
 from common.writing import digest, write_text
 from engine.conversion import check_draft, convert_if_needed
 from engine.drafting import DraftOptions
-from engine.runtime import Runtime, step_of
 from engine.sampling import Sampling
-from engine.target import load_target
+from engine.step import step_of
+from engine.target import Runtime, load_target
 from evaluation.answers import PLAIN, Answer, AnswerStore, check_options, rotate_left
 from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders

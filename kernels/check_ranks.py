@@ -11,7 +11,7 @@ from checkpoint.load import read_config
 from checkpoint.sharded import shard_bytes, shards_of
 from common.errors import InputError
 from common.machine import free_memory
-from engine.runtime import Runtime
+from engine.target import Runtime
 from kernels.tp import Ranks
 
 

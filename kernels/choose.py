@@ -8,7 +8,7 @@ import torch
 
 from common.cli import KV_DTYPES
 from common.errors import InputError
-from engine.runtime import TORCH_BACKEND, Backend
+from engine.step import TORCH_BACKEND, Backend
 from kernels.build import NoKernels
 from kernels.cpu import CpuBackend
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from common.machine import return_freed_memory
 from engine.draft import Drafter
-from engine.runtime import Backend
 from engine.state import State
-from engine.step import Step
+from engine.step import Backend, Step
 from head import Eagle3Head
 from kernels import cpu_cache, packed
 from kernels.build import NoKernels, build_library, namespace

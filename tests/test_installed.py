@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from common import VERSION
+from common.cli import VERSION
 
 
 @pytest.mark.slow

@@ -11,16 +11,15 @@ import subprocess
 from helpers import ROOT
 
 # From the lowest up. Packages of one layer do not import each other. Some files stand in another layer than
-# their folder: STEPS implement the engine's `Step`, TARGET puts all together, engine/sampling.py is below.
+# their folder: STEPS implement the engine's `Step`, engine/sampling.py is below.
 STEPS = {
     "kernels/cpu.py", "kernels/choose.py", "kernels/gpu/backend.py",
     "kernels/gpu/cache.py", "kernels/gpu/mask.py",
     "kernels/gpu/attention.py", "kernels/check_ranks.py",
 }
-TARGET = {"engine/target.py", "engine/check.py"}
 FLOORS = (
     ("common", "extensions"), ("model", "tree"), ("families", "head", "sampling"), ("networks",),
-    ("kernels",), ("tokens",), ("checkpoint",), ("engine",), ("steps", "drafters", "schedulers"), ("target",),
+    ("kernels",), ("tokens",), ("checkpoint",), ("engine",), ("steps", "drafters", "schedulers"),
     ("llm",),
     ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
@@ -35,8 +34,8 @@ def room_of(file: str) -> str:
     """The package of a file: its folder, or its own name if it lies in the root."""
     if file == "engine/sampling.py":
         return "sampling"
-    if file in STEPS | TARGET:
-        return "steps" if file in STEPS else "target"
+    if file in STEPS:
+        return "steps"
     return "tests/helpers" if file.startswith("tests/helpers/") else file.split("/")[0].removesuffix(".py")
 
 

@@ -32,7 +32,7 @@ from common.names import program
 from common.writing import staging, write_text
 from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
 from engine.engine import Engine
-from engine.runtime import TORCH_BACKEND
+from engine.step import TORCH_BACKEND
 from head import Head
 from kernels.choose import choose_backend
 from networks.weights import own_state

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import extensions
 from engine.draft import materialize
-from engine.runtime import Backend
-from engine.step import Step
+from engine.step import Backend, Step
 from head import Head
 from kernels.gpu import dense, experts, products, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches

@@ -42,9 +42,8 @@ from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
-from engine.runtime import Runtime
 from engine.sampling import Sampling
-from engine.target import load_target
+from engine.target import Runtime, load_target
 from families.hybrid import RING
 from families.mixed import causal
 from kernels.choose import choose_backend

@@ -8,8 +8,7 @@ from helpers import refused
 from helpers.launching import run
 
 import eagle
-from common import VERSION
-from common.cli import Options, command, count, positive, run_command, seed, within
+from common.cli import VERSION, Options, command, count, positive, run_command, seed, within
 from common.errors import InputError
 from common.names import program
 from generate import logit_bias

@@ -21,9 +21,8 @@ from drafters.pard import Pard, Pard2Drafter
 from engine.draft import HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
-from engine.runtime import Runtime
 from engine.sampling import Sampling
-from engine.target import load_target
+from engine.target import Runtime, load_target
 from families.mixed import causal
 from tree import Tree, TreeShape
 

@@ -17,9 +17,8 @@ from checkpoint.load import load_head, load_model
 from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import Request
-from engine.runtime import Runtime
 from engine.sampling import Sampling
-from engine.target import load_target
+from engine.target import Runtime, load_target
 from kernels.choose import choose_backend
 from kernels.cpu_cache import Int8Caches
 from kernels.float8 import Float8Caches, from_bytes, to_bytes

@@ -11,9 +11,8 @@ from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.load import load_head
 from engine.engine import Engine
-from engine.runtime import Runtime
 from engine.sampling import Sampling
-from engine.target import Target, load_target
+from engine.target import Runtime, Target, load_target
 
 SMOLLM2 = ROOT / os.environ.get("CHECKPOINT", "checkpoints/smollm2-135m")
 pytestmark = [

@@ -12,8 +12,7 @@ from common.errors import InputError
 from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import encode
-from engine.runtime import Runtime
-from engine.target import Target, load_target
+from engine.target import Runtime, Target, load_target
 from server.run import largest_engine
 from tree import TreeShape
 

@@ -11,8 +11,8 @@ from engine.draft import HeadDrafter
 from engine.drafting import DraftOptions
 from engine.engine import Engine
 from engine.request import Draft
-from engine.runtime import Runtime
 from engine.sampling import Sampling
+from engine.target import Runtime
 from families.mixed import causal
 from llm import LLM
 from tree import TreeShape, depth_and_ancestors

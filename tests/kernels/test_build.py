@@ -8,7 +8,8 @@ import torch
 from helpers.decoding import load
 
 from common.errors import InputError
-from engine.runtime import TORCH_BACKEND, Runtime
+from engine.step import TORCH_BACKEND
+from engine.target import Runtime
 from kernels import build, choose, cpu, isa, quantized
 from kernels.gpu import device as gpu_device
 from tree import TreeShape

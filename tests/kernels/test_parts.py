@@ -7,10 +7,9 @@ from torch import Tensor
 
 from drafters.mixed import join
 from drafters.ngram import NGram
-from engine.runtime import TORCH_BACKEND
 from engine.sampling import seed_keys
 from engine.state import State
-from engine.step import Step
+from engine.step import TORCH_BACKEND, Step
 from model import ModelArgs
 from schedulers.costs import MarginalCosts
 from tree import CandidateTree, Tree, TreeShape

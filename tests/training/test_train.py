@@ -22,8 +22,8 @@ import train
 from checkpoint.folder import identity
 from checkpoint.load import load_head, load_model
 from engine.engine import Engine
-from engine.runtime import TORCH_BACKEND
 from engine.sampling import Sampling
+from engine.step import TORCH_BACKEND
 from training import data, session, trainer, writing
 from training.features import Features, without_layers
 from training.heads import TRAINED, HeadShape, new_head
