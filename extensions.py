@@ -117,6 +117,7 @@ TOKENIZER_FILES = {
     "vocab.json": "tokens.convert:open_vocab",
 }
 STOP_TEXTS = "tokens.stops"
+MASKED_CHAT = "tokens.masking:MaskedChat"  # chats that may spell control tokens
 GRAMMARS = "tokens.grammar:Grammars"
 PROCESSORS = "engine.processors:Processors"  # logits processors
 SCORES_OF_SLOT = "engine.processors:scores_of"

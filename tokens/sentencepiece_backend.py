@@ -8,7 +8,8 @@ from tokenizers import AddedToken
 
 from common.errors import check_file, library_errors
 from tokens.files import listed_tokens, special_tokens_map
-from tokens.tokenizer import AddedTokenFinder, piece_bytes
+from tokens.masking import AddedTokenFinder
+from tokens.tokenizer import piece_bytes
 
 
 class SentencePieceBackend:
@@ -60,7 +61,7 @@ class SentencePieceBackend:
         return self.encode_at(text, (self.finder if parse_special else self._text_finder).find(text))
 
     def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
-        """As `JsonBackend.encode_at`."""
+        """As `tokens.masking.SpanEncoder.encode_at`."""
         ids, start = [], 0
         for begin, end, token in (*spans, (len(text), len(text), None)):
             if part := text[start:begin]:

@@ -1,8 +1,6 @@
 """The tokenizer of a checkpoint: encode, decode, stream, and render chat templates.
 
-Control tokens spelled in chat messages are encoded as plain text: `ControlTokenMask` hides them while the
-template is rendered. If the unmasked text has more control tokens than the masked one, only those of the
-template are encoded as special tokens (`JsonBackend.encode_at`).
+Control tokens spelled in chat messages are encoded as plain text, see `tokens.masking`.
 
 Decoding is a table lookup: each id has its bytes, a control token none. A stream needs only an incremental
 UTF-8 decoder: constant work per token.
@@ -13,21 +11,18 @@ import codecs
 import json
 import os
 import re
-import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from functools import cache, cached_property, lru_cache
-from itertools import groupby
 from pathlib import Path
 
 import jinja2
 import tokenizers
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, models
 
 from common.errors import InputError, library_errors, one_line
-from extensions import STOP_TEXTS, TOKENIZER_FILES, load
+from extensions import MASKED_CHAT, STOP_TEXTS, TOKENIZER_FILES, load
 from tokens import files
 from tokens.files import Template
 
@@ -64,27 +59,6 @@ def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
     return piece.replace(files.SPACE, " ").encode()
 
 
-class AddedTokenFinder:
-    """Finds added tokens in a text as `tokenizers` does. ids: text -> id of the tokens to find."""
-
-    def __init__(self, tokens: Iterable[AddedToken], ids: dict[str, int], normalizer=None):
-        # The text between two added tokens is one unknown token.
-        self._model = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
-        self._model.normalizer = normalizer
-        self._model.add_tokens([*tokens])
-        known = {i: token.content for i, token in self._model.get_added_tokens_decoder().items()}
-        self._found = {i: (content, ids[content]) for i, content in known.items() if content in ids}
-
-    def find(self, text: str, normalized: bool = True) -> list[tuple[int, int, int]]:
-        """Return (start, end, id) of each token; the span includes white space that it strips.
-
-        normalized: also spellings that match a token only after the normalizer has changed them.
-        """
-        found = self._model.encode(text)
-        spans = ((*span, *self._found[i]) for span, i in zip(found.offsets, found.ids) if i in self._found)
-        return [(a, b, i) for a, b, content, i in spans if normalized or content in text[a:b]]
-
-
 class JsonBackend:
     """A tokenizer of the `tokenizers` library.
 
@@ -95,7 +69,7 @@ class JsonBackend:
     strips_space: see `tokens.files.Decoder`
     id_of: token -> its id, None if there is no such token
 
-    control: text -> id of every control token; finder: finds them in a text
+    control: text -> id of every control token
     """
 
     def __init__(self, path: Path, settings: dict, model: tokenizers.Tokenizer | None = None):
@@ -104,37 +78,29 @@ class JsonBackend:
         self.size, self.added = files.add_tokens(model, settings, path)
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
-        probe, nonce = model.encode("a"), secrets.token_hex(8)
+        probe = model.encode("a")
         self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._byte_level, self._byte_fallback, self.strips_space = files.decoder_of(model, path)
-        self._with_special = copy = tokenizers.Tokenizer(model.model)  # both share the vocabulary
-        copy.normalizer, copy.pre_tokenizer = model.normalizer, model.pre_tokenizer
-        copy.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
+        self._with_special = self.copy()
         model.encode_special_tokens = True
         self.control = {t.content: i for i, t in self.added.items() if t.special and t.content}
-        self.finder = AddedTokenFinder(self.added.values(), self.control, model.normalizer)
-        self._placeholders = {i: f"\ue000{nonce}:{i}\ue001" for i in self.control.values()}
-        model.add_tokens([AddedToken(text, normalized=False) for text in self._placeholders.values()])
-        self._originals = {model.token_to_id(placeholder): i for i, placeholder in self._placeholders.items()}
         self.id_of, self._token_of = model.token_to_id, model.model.id_to_token
         self.special_tokens_map = {}
+
+    def copy(self) -> tokenizers.Tokenizer:
+        """Return a copy that parses special tokens and adds none. It shares the vocabulary."""
+        model = self._without_special
+        copy = tokenizers.Tokenizer(model.model)
+        copy.normalizer, copy.pre_tokenizer = model.normalizer, model.pre_tokenizer
+        copy.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
+        return copy
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text. parse_special: see `Tokenizer.encode`."""
         # The fast form makes no offsets, which cost as much as the rest and 40 bytes per byte of text.
         model = self._with_special if parse_special else self._without_special
         return model.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
-        """Encode a text in which only these spans (start, end, id) are special tokens.
-
-        A placeholder that occurs in no text replaces each span.
-        """
-        starts = [0, *(end for _, end, _ in spans)]
-        pairs = zip(starts, spans)
-        cut = "".join(text[start:begin] + self._placeholders[i] for start, (begin, _, i) in pairs)
-        return [self._originals.get(i, i) for i in self.encode(cut + text[starts[-1] :], False)]
 
     def bytes_of(self, i: int) -> bytes:
         """Return the bytes of an id that is not in `added`, b"" for ids beyond the vocabulary."""
@@ -179,6 +145,7 @@ class Tokenizer:
         self.piece = cache(self._bytes_of)
         self.stop_ids = files.stop_ids(self.special_tokens_map.get("eos_token"), self.control)
         self._names = {i: text.encode() for text, i in self.control.items()}
+        self._control_ends = {character for text in self.control for character in (text[0], text[-1])}
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
@@ -202,9 +169,13 @@ class Tokenizer:
         Raises InputError if the library fails.
         """
         text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
-        with library_errors(f"{self._file.name}: cannot encode this text"):
+        with self.encoding_errors():
             ids = self._backend.encode(text, parse_special)
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
+
+    def encoding_errors(self):
+        """Return a context that turns errors of the library into an InputError."""
+        return library_errors(f"{self._file.name}: cannot encode this text")
 
     def chat(self, messages: list[dict], **variables) -> list[int]:
         """Apply the chat template and return the token ids, ending with the generation prompt.
@@ -215,15 +186,20 @@ class Tokenizer:
         last message, cuts the text after that message. Nothing in messages or variables becomes a control
         token. Raises InputError if there is no template, it rejects the messages, or a content is not text.
         """
-        normalized = normalize_messages(messages, variables)
-        (masked_messages, masked_variables), originals = self._mask.hide(normalized)
-        rendered = self.render(masked_messages, **masked_variables).encode("utf-8", "replace").decode()
-        text, find = rendered.translate(originals), self._backend.finder.find
-        with library_errors(f"{self._file.name}: cannot encode this text"):
-            spans = find(rendered, normalized=False)
-            if {*find(text)} <= {*spans}:
-                return self._backend.encode(text, parse_special=True)
-            return self._backend.encode_at(text, spans)  # messages spell control tokens
+        if variables or not all(map(self._is_plain, messages)):
+            return self._masked_chat.encode(messages, variables)
+        return self.encode(self.render(messages), bos=False, parse_special=True)
+
+    def _is_plain(self, message: dict) -> bool:
+        """Return whether templates take a message as it is, and it spells no part of a control token."""
+        if message.keys() != PLAIN_KEYS or message["role"] not in ROLES:
+            return False
+        content = message["content"]
+        return type(content) is str and content.isascii() and self._control_ends.isdisjoint(content)
+
+    @cached_property
+    def _masked_chat(self):
+        return load(MASKED_CHAT)(self, self._backend)
 
     def render(self, messages: list[dict], **variables) -> str:
         """Return the text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
@@ -231,10 +207,6 @@ class Tokenizer:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         template = self._templates[bool(variables.get("tools"))]
         return render_template(template, messages, self.special_tokens_map | variables)
-
-    @cached_property
-    def _mask(self):
-        return ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
         """Return the text of some ids; invalid UTF-8 becomes U+FFFD. shown: see `stream`."""
@@ -306,18 +278,6 @@ def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
 
 
 PLAIN_KEYS, ROLES = {"role", "content"}, ("system", "user", "assistant")
-MAX_SPLIT = 64  # characters; the end of a longer control token is not hidden at a message's start
-
-
-def normalize_messages(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
-    """Return messages and variables as templates take them. Plain messages skip `tokens.messages`."""
-    is_plain = (m.keys() == PLAIN_KEYS and m["role"] in ROLES and type(m["content"]) is str for m in messages)
-    if all(is_plain) and "continue_final_message" not in variables:
-        return messages, variables
-    from tokens.messages import ready_with
-
-    return ready_with(messages, variables)
-
 
 def render_template(template: Template, messages: list[dict], variables: dict) -> str:
     """Return the text of a conversation. Raises InputError if the template is damaged or refuses it."""
@@ -359,66 +319,3 @@ def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
 
 def _raise(message: str):
     raise jinja2.TemplateError(message)
-
-
-class ControlTokenMask:
-    """Hides control tokens in messages from the search for the control tokens of the template.
-
-    In a message, a private-use character replaces the first character of each control token, also of one that
-    is split at the message's start or end. Templates trim, split and test messages: a single character
-    survives that, and is put back after the search. A template that cuts words out of a message, or changes
-    their case, can still make a control token.
-    """
-
-    def __init__(self, control: Collection[str], template: str):
-        self._control, self._longest = tuple(control), max(map(len, control), default=0)
-        self._ends = {t[i:] for t in control if len(t) <= MAX_SPLIT for i in range(1, len(t))}
-        self._hidden = sorted({text[0] for texts in (control, self._ends) for text in texts})
-        self._used = set(template).union(*control)
-        # Grouped by first character, so that the regular expression tests it once.
-        groups = ("|".join(map(re.escape, words)) for _, words in groupby(sorted(control), lambda t: t[0]))
-        self._pattern = re.compile("(?=" + ("|".join(f"(?:{words})" for words in groups) or "(?!)") + ")")
-
-    def hide(self, given: object) -> tuple[object, dict[int, str]]:
-        """Return `given`, nested lists and dictionaries, with masked texts, and the table that unmasks them.
-
-        The table is for `str.translate`.
-        """
-        used = self._used.union(*_texts_of(given))
-        # From the last private character of Unicode down.
-        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
-        masks = {hidden: next(free) for hidden in self._hidden}
-
-        def masked(value):
-            if hasattr(value, "changed"):  # `tokens.messages.Arguments`
-                return value.changed(masked)
-            if isinstance(value, dict):
-                return {masked(key): masked(v) for key, v in value.items()}
-            if isinstance(value, (list, tuple)):
-                return [masked(v) for v in value]
-            return self._hide_in(value, masks) if isinstance(value, str) else value
-
-        return masked(given), {ord(mask): hidden for hidden, mask in masks.items()}
-
-    def _hide_in(self, text: str, masks: dict[str, str]) -> str:
-        positions = {found.start() for found in self._pattern.finditer(text)}
-        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        for at in range(max(0, end - self._longest), end):
-            if text[at] in masks and any(t.startswith(text[at:end]) for t in self._control):
-                positions.add(at)
-        if any(text[begin:to] in self._ends for to in range(begin + 1, min(end, begin + MAX_SPLIT) + 1)):
-            positions.add(begin)
-        parts, done = [], 0  # one character replaces one: positions stay
-        for at in sorted(positions):
-            parts += text[done:at], masks[text[at]]
-            done = at + 1
-        return "".join((*parts, text[done:]))
-
-
-def _texts_of(value: object) -> Iterator[str]:
-    """Yield every text in lists and dictionaries."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _texts_of(item)
