@@ -1,7 +1,7 @@
 """Convert a target model or a draft head to the folder format that all commands read (docs/converting.md).
 
-    python convert_checkpoint.py --checkpoint SOURCE --out DIR         a target
-    python convert_checkpoint.py --checkpoint SOURCE --target DIR      a head of the converted target DIR
+    python convert_checkpoint.py SOURCE --out DIR         a target
+    python convert_checkpoint.py SOURCE --target DIR      a head of the converted target DIR
 
 SOURCE is a Hugging Face folder, a hub id (org/name) or a .gguf file. Heads: EAGLE-1/2/3, P-EAGLE, DFlash,
 DSpark, Medusa, Hydra, MTP. Missing and unexpected tensors are reported before anything is written. Tensors

@@ -135,7 +135,7 @@ def logit_bias(value: str) -> tuple[int, float]:
 
 def read_prompt_file(path: str) -> str:
     """Read a prompt file ("-": standard input) without its final newline."""
-    return read_text("/dev/stdin" if path == "-" else path, "--prompt-file").removesuffix("\n")
+    return read_text(*(("/dev/stdin",) if path == "-" else (path, "--prompt-file"))).removesuffix("\n")
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
@@ -152,11 +152,14 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
             prompts += read_prompts(path)
         else:
             prompts.append(read_prompt_file(path))
-    if "" in prompts or not (prompts or o.interactive):
+    if not (prompts or o.interactive):
         raise InputError("no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
                          " --prompt-ids or --interactive")
+    from engine.request import IS_EMPTY
     from engine.sampling import Sampling
 
+    if "" in prompts:
+        raise InputError(f"the prompt {IS_EMPTY}")
     if len(str(prompts)) > (o.max_seq_len or MIN_LONG_PROMPT):
         from console import lengths
 

@@ -142,14 +142,20 @@ class Options(argparse.ArgumentParser):
         for word in sys.argv[1:] if argv is None else argv:
             if word in ("-hf", "-ngl", "-np"):  # argparse would take them for -h, -n and a value
                 self.error(f"unrecognized arguments: {word}")
-        o = self.parse_args(argv)
+        o, rest = self.parse_known_args(argv)
+        if vars(o).get("checkpoint", "") is None:
+            if not rest or rest[0].startswith("-"):
+                self.error("-m is missing: name a model, by its folder, .gguf file or hub id")
+            o.checkpoint = rest.pop(0)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
         for rule in self._rules:
             rule(o)
         return o
 
     def add_checkpoint(self, help: str) -> None:
-        """Add --checkpoint, which other programs call --model."""
-        self.add_argument("-m", "--model", "--checkpoint", dest="checkpoint", required=True, help=help)
+        """Add --checkpoint, which other programs call --model. `read` takes it without a flag, too."""
+        self.add_argument("-m", "--model", "--checkpoint", dest="checkpoint", help=help)
 
     def add_runtime(self):
         """Add the options of `engine.target.Runtime`: device, dtype, kernels. Returns their group."""

@@ -25,5 +25,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean NAME?)" for an alias or a misspelled name, or an empty string."""
     known = {name.lstrip("-"): name for name in known}
     matches = [ours for ours, names in ALIASES.items() if word in names.split() and ours in known.values()]
-    matches += (known[name] for name in difflib.get_close_matches(word.lstrip("-"), known, 1))
+    word = word.lstrip("-")
+    near = difflib.get_close_matches(word, known, 3, 0.8)  # eagle4 is a slip of eagle3 rather than of eagle
+    near = sorted(near, key=lambda name: len(name) != len(word)) or difflib.get_close_matches(word, known, 1)
+    matches += map(known.get, near)
     return f" (did you mean {matches[0]}?)" if matches else ""

@@ -19,7 +19,7 @@ from common.errors import InputError, did_you_mean
 
 ABSENT = object()
 UNION_MEMBER = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names the members of a union
-EXPECTED = re.compile(r"^\w+ should (be|have) ")  # how pydantic's messages begin
+PYDANTIC = re.compile(r"^\w+ should (be|have) |(, unable to| after validation| to extract fields).*")
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
 SHORT.maxlist, SHORT.maxlevel = 12, 3
@@ -57,6 +57,16 @@ class InvalidValue(InputError):
         super().__init__(f"{key} {what}; expected {expected}")
 
 
+def invalid_value(error: dict, path: Iterable, whole: str) -> InvalidValue:
+    """Return an error of pydantic's as ours. path: keys from the outermost. whole: name of what has none."""
+    keys = (str(part) for part in path if not UNION_MEMBER.search(str(part)))
+    name = ".".join(filter(None, keys)) or whole
+    if error["type"] == "missing":
+        return InvalidValue(name, ABSENT, "a value")
+    expected = "no such key" if error["type"] == "extra_forbidden" else PYDANTIC.sub("", error["msg"])
+    return InvalidValue(name, error["input"], expected)
+
+
 @contextlib.contextmanager
 def named(where: str | Path, advice: str = "") -> Iterator[None]:
     """Turn InvalidValue in this context into an InputError that names the file and ends in the advice."""
@@ -79,11 +89,7 @@ class Schema:
         except ValidationError as e:
             # In a union, report the alternative whose error is deepest.
             error = max(e.errors(), key=lambda error: len(error["loc"]))
-            keys = (str(part) for part in (key, *error["loc"]) if not UNION_MEMBER.search(str(part)))
-            name = ".".join(filter(None, keys)) or "the file"
-            if error["type"] == "missing":
-                raise InvalidValue(name, ABSENT, "a value") from None
-            raise InvalidValue(name, error["input"], EXPECTED.sub("", error["msg"])) from None
+            raise invalid_value(error, (key, *error["loc"]), "the file") from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Check a value and return it unchanged. Raises InputError with the file's name and the advice."""

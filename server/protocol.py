@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from common.errors import printable
+from common.schema import invalid_value
 from engine.sampling import MAX_LOGPROBS, MAX_STOPS, Sampling
 from tokens.calls import schema_of_calls
 from tokens.grammar import ANY_OBJECT, grammar_of_choices, grammar_of_regex
@@ -78,13 +79,14 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", first["msg"])
         return Refusal(400, f"the body is not JSON: {why} (character {first['loc'][-1]})", "invalid_json")
-    # pydantic puts the names of a union's members into the path.
-    path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
-    if path == ["body"] and "json" not in headers.get("content-type", ""):
+    path = first["loc"][1:]
+    if not path and "json" not in headers.get("content-type", ""):
         return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
-    words, path = first["msg"].removeprefix("Value error, "), [printable(x) for x in path]
-    where = "" if path == ["body"] and words != first["msg"] else f"{'.'.join(path)}: "  # it names the field
-    return Refusal(400, where + words, "invalid_value", ".".join(path[1:]) or None)
+    error = invalid_value(first, path, "the body")
+    words, where = str(error), printable(error.key) if path else None
+    if first["type"] == "value_error":  # ours; that of a whole body names its field
+        words = (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
+    return Refusal(400, printable(words, 1500), "invalid_value", where)
 
 
 class Body(BaseModel):

@@ -34,8 +34,11 @@ MISTAKES = (
     ("quantize", "--mode Q8_0", "invalid choice: 'Q8_0' (choose from 'int8', 'w8a8', 'int4', 'w4a8', 'fp8')"),
     ("quantize", "--mode Q4_K_M", "(did you mean int4?)"), ("quantize", "--mode Q5_K_M", "mean w8a8?)"),
     (DECODING, "-hf a/b", "unrecognized arguments: -hf (did you mean --checkpoint?)"),
-    ("generate", "--prompt=", "no prompt: give"), ("generate", "--chat", "(did you mean --interactive?)"),
+    ("generate", "--prompt=", "the prompt is empty: give a text, token ids or messages"),
+    ("generate", "--chat", "(did you mean --interactive?)"),
     ("generate", "-s 3", "(did you mean --seed?)"),
+    (DECODING, "--speculate eagle4", "unknown (did you mean eagle3?)"),
+    ("serve evaluate quantize", "TEXT", "error: unrecognized arguments: TEXT"),
     (DECODING, "--speculate rest", "--speculate rest: needs --datastore, the token file written by"),
     (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no such file; name the"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
@@ -75,6 +78,7 @@ MISTAKES = (
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),
     ("train", "--out TEXT", "--out TEXT: not a folder that can be written to"),
     ("train", "--out FOLDER", "--out FOLDER: holds files that no run with its state in FOLDER-work has"),
+    ("train", "--out DAMAGED", "DAMAGED-work/seconds: is 'soon', not a number of seconds; delete it"),
     ("train", "--max-prompt-tokens 800", "plus --max-new-tokens 1056: the target has 1024"),
     ("train", "--kind dflash --markov-rank 2", "--markov-rank: not for --kind dflash; leave it out"),
     ("train", "--shard-target", "--shard-target: shards the target over processes; start with torchrun"),
@@ -101,7 +105,7 @@ def place(tmp_path_factory, golden):
     for name, content in {
         "PUBLISHED/config.json": "{}", "RUN/options.json": json.dumps(asked | {"kernels": True}),
         "WRITTEN/model.safetensors": "", "FOLDER/x/y": "", "FOLDERS/inside/x": "", "TEXT": "some words",
-        "PROMPTS": '{"prompt": "what?"}\n',
+        "PROMPTS": '{"prompt": "what?"}\n', "DAMAGED-work/seconds": "soon",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)

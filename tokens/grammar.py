@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from common.errors import InputError, library_errors, one_line, read_json
+from common.errors import InputError, library_errors, one_line, parse_json, read_json
 from common.schema import InvalidValue
 from engine.sampling import Sampling
 from tokens.limits import LimitGuide, Limits, Pieces
@@ -22,6 +22,12 @@ from tokens.tokenizer import Tokenizer
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 SCHEMA, GRAMMAR = "the JSON schema", "the grammar"
 ANY_OBJECT = '{"type": "object"}'
+WORDS = {  # of llguidance, and ours
+    r"Unimplemented keys: \[(.*)\]": r"\1 not supported", "Unknown format: (.*)": r"format \1 not supported",
+    "Unsatisfiable schema: ": "no text fits it: ", "Invalid type: (.*)": r"type \1 unknown",
+    "regex parse error.*?error: ": "regular expression: ",
+    r"\n +\d+ \| .*": "",  # the line that it quotes
+}
 MAX_SCHEMA_CHARS = 1 << 16  # characters of a schema or grammar
 
 
@@ -77,17 +83,25 @@ def grammar_of(text: str, tokenizer=None, constraint: str = SCHEMA) -> str:
 
     if len(text) > MAX_SCHEMA_CHARS:
         raise InputError(f"{constraint} has {len(text):,} characters, at most {MAX_SCHEMA_CHARS:,}")
-    if constraint == SCHEMA and not text.lstrip().startswith(("{", "true", "false")):
-        raise InputError(f"{constraint} is {text[:60]!r}; expected an object: text or a dictionary")
+    if constraint == SCHEMA and not text.lstrip().startswith("{"):
+        raise InputError(f"{constraint} is {text[:60]!r}; expected an object, as JSON or a dictionary")
     with library_errors(f"{constraint} cannot be used"):
         if constraint == SCHEMA:
+            parse_json(text, constraint)
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
         else:
             grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
         problem = LLMatcher.validate_grammar(grammar, tokenizer)
     if problem:
-        raise InputError(f"{constraint} cannot be used ({one_line(problem)})")
+        raise InputError(f"{constraint} cannot be used: {_explained(problem)}")
     return grammar
+
+
+def _explained(problem: str) -> str:
+    """Return a problem that llguidance found on one line, in our words if they are known."""
+    for words, ours in WORDS.items():
+        problem = re.sub(words, ours, problem, flags=re.DOTALL)
+    return one_line(problem)
 
 
 def grammar_of_choices(choices: Iterable[str]) -> str:
@@ -173,7 +187,7 @@ class Grammars:
         with library_errors(f"{constraint} cannot be used"):
             matcher = LLMatcher(self._wrapped, grammar, log_level=0)
         if matcher.is_error():
-            raise InputError(f"{constraint} cannot be used ({one_line(matcher.get_error())})")
+            raise InputError(f"{constraint} cannot be used: {_explained(matcher.get_error())}")
         guide = Guide(matcher, frozenset(self._stop_ids), constraint)
         # Some schemas, such as one that refers to itself alone, fail only here.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))

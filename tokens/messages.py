@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 
 from common.errors import InputError
+from common.schema import ABSENT, InvalidValue
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # of parts
@@ -109,20 +110,22 @@ def _render(template, context: dict, messages: list[dict]) -> str:
 def ready(messages: Iterable[dict]) -> list[dict]:
     """Return messages as chat templates take them, without keys that are null but for content beside calls.
 
-    Raises InputError on content that is not text.
+    Raises InputError on content that is missing or not text.
     """
-    return [_ready({key: value for key, value in message.items() if value is not None})
-            for message in messages]
+    return [_ready({key: value for key, value in message.items() if value is not None}, i)
+            for i, message in enumerate(messages)]
 
 
-def _ready(message: dict) -> dict:
-    calls, role = message.get("tool_calls"), message.get("role")
+def _ready(message: dict, index: int) -> dict:
+    calls, role, thoughts = message.get("tool_calls"), message.get("role"), thoughts_of(message)
     if message.get("images"):  # Ollama's form
         raise InputError("messages: 'images' is not text; only text is supported")
     if isinstance(message.get("function_call"), dict):  # OpenAI's older form
         calls = calls or [{"type": "function", "function": message.pop("function_call")}]
-    content = message.get("content", message.get("refusal", None if calls else ""))
-    found = message | ({"content": None} if content is None else words_of(content)) | thoughts_of(message)
+    content = message.get("content", message.get("refusal"))
+    if content is None and not (calls or thoughts):
+        raise InvalidValue(f"messages.{index}.content", ABSENT, "a text, or tool_calls in its place")
+    found = message | ({"content": None} if content is None and calls else words_of(content or "")) | thoughts
     found |= {"role": ROLES.get(role, role), "tool_calls": [*map(_with_arguments, calls or ())]}
     return found if calls else {key: value for key, value in found.items() if key != "tool_calls"}
 

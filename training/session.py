@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import copy
 import math
+import re
 import shlex
 import signal
 import time
@@ -27,7 +28,7 @@ from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read
 from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import log_stderr
-from common.errors import InputError, counted, read_text
+from common.errors import InputError, counted, printable, read_text
 from common.names import program
 from common.writing import staging, write_text
 from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
@@ -43,7 +44,7 @@ from training.features import Features, training_copy, without_layers
 from training.heads import HEAD_OPTIONS, TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
-from training.trainer import STATE, Plan, Trainer, check_same, read_state
+from training.trainer import STATE, Plan, Trainer, check_same, read_state, state_errors
 from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
@@ -96,16 +97,19 @@ class Session:
                              " written; choose another folder or delete them")
         o.head = {name: getattr(o, name) for name in HEAD_OPTIONS}
         self.plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
-        state = read_state(self.work)
+        state, earlier = read_state(self.work), 0.0
         self.resumed = state is not None
         if state:
             check_same(self.work, self.plan.options(), state)
-        # A killed run wrote no SECONDS file: use the time in the last saved state.
-        earlier = [state["before"] + state["seconds"]] if state else [0.0]
+            # A killed run wrote no SECONDS file: use the time in the last saved state.
+            with state_errors(self.work):
+                earlier = state["before"] + state["seconds"]
         if (path := self.work / SECONDS).exists():
-            earlier.append(float(read_text(path)))
-        self.start_time = started - max(earlier)
-        left = 60 * o.minutes - max(earlier) if o.minutes else math.inf
+            if not re.fullmatch(r"\d+(\.\d*)?\n?", text := read_text(path)):
+                raise InputError(f"{path}: is {printable(text)!r}, not a number of seconds; delete it")
+            earlier = max(earlier, float(text))
+        self.start_time = started - earlier
+        left = 60 * o.minutes - earlier if o.minutes else math.inf
         self.text_end, self.after_text = started + left * MAX_TEXT_FRACTION, left * (1 - MAX_TEXT_FRACTION)
         prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()

@@ -55,6 +55,7 @@ def test_options_are_parsed_and_then_judged_in_order(capsys):
     for number, words in (("1", "1 is below 2"), ("2", "below 3")):
         with refused(words):
             p.read(["--model", "x", "-n", number])
+    assert p.read(["-n", "3", "x"]).checkpoint == p.read(["-m", "x"]).checkpoint == "x"
     for option, printed in (
         ("-n=\x1b[31m\nline", r"x.py: error: argument -n: invalid int value: '\x1b[31m\nline'; see --help"),
         ("--version", f"x.py {VERSION}"),

@@ -165,7 +165,7 @@ def test_responses(tmp_path, template, text, kinds, texts):
         if one.type == "function_call":
             assert (one.name, one.arguments) == (other.name, other.arguments)
     reasons = "nothing is stored here", "input.0: 'image'", "tools.0: type 'web_s", "tool_choice: names no", \
-        "body.input: List should have"
+        "input is []; expected at least 1 item"
     assert given["status"] == "completed"
     for found, words in zip(wrong, reasons):
         assert words in found["error"]["message"]
