@@ -116,7 +116,8 @@ def convert(
         what += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
         lm_head, size = weights.get("lm_head.weight", 0), sum(tensor.nbytes for tensor in plan)
         lm_count = f" ({lm_head / 1e6:,.0f} of them lm_head)" * bool(lm_head)
-        stored = "quantized as stored" if "quantization" in config else str(plan[0].dtype).split(".")[1]
+        dtype = str(max(plan, key=lambda tensor: tensor.nbytes).dtype)[6:]  # not that of the draft ids
+        stored = "quantized as stored" if "quantization" in config else dtype
         print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million weights{lm_count}, {stored},"
               f" {size / 1e9:,.2f} GB")
     return out

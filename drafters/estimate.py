@@ -1,4 +1,4 @@
-"""How long `train.py` takes for a model on a machine, and what acceptance length to expect."""
+"""Estimate the duration of `train.py` and the acceptance length of its head."""
 from __future__ import annotations
 
 import math
@@ -9,22 +9,22 @@ import torch
 
 from common.errors import counted
 
-CONVERSATIONS, EPOCHS, ANSWER_TOKENS = 4000, 4, 256  # of a run, unless others are given
+CONVERSATIONS, EPOCHS, ANSWER_TOKENS = 4000, 4, 256  # defaults
 TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
-ANSWER_FRACTION = 0.7  # of --max-new-tokens, in an answer on average
+ANSWER_FRACTION = 0.7  # mean length of an answer / --max-new-tokens
 PROMPT_FRACTION = 0.3  # prompt tokens per answer token
-STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch computes them again
-STATES = 4  # hidden states cached per token: of three layers, and the last
-# Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
+STATE_BYTES = 6 * 2**30  # cache for target hidden states; what exceeds it is recomputed in each epoch
+STATES = 4  # hidden states cached per token: three layers and the last
+# Answer tokens in the training data, acceptance length: EAGLE-3 heads of a 135M target (heads/README.md).
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
 MATRIX_SIZES = {"cpu": 256, "cuda": 4096}  # for `measured_flops`; on a CPU a product fits in one time slice
 
 
 def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:
-    """Return the operations per second of a product of float32 (on a GPU, bfloat16) matrices.
+    """Return the FLOP/s of float32 matrix products (on a GPU, bfloat16).
 
-    The fastest product in so many seconds counts, on one thread, times the threads: other processes slow
-    down the rest.
+    On a CPU: the fastest product on one thread within `seconds`, times the number of threads, so that other
+    processes do not distort it.
     """
     kind, threads = torch.device(device).type, torch.get_num_threads()
     size, times, began = MATRIX_SIZES[kind], [], time.perf_counter()
@@ -39,7 +39,7 @@ def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:
 
 
 def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
-    """Return the numbers of weights that a token of the target and of an EAGLE-3 head is multiplied with."""
+    """Return the active weights per token of the target and of an EAGLE-3 head."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = config["head_dim"] * (config["num_heads"] + config["num_kv_heads"]) * 2
     layer = hidden * (attention + 3 * inner * (config.get("experts_per_token") or 1))
@@ -48,25 +48,25 @@ def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
 
 
 def phases(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> dict[str, float]:
-    """Return the hours of each phase. answer: most tokens of an answer; flops: operations per second."""
+    """Return the hours of each phase. answer: maximum tokens of an answer. flops: FLOP/s."""
     tokens = conversations * answer * ANSWER_FRACTION
     read = tokens * (1 + PROMPT_FRACTION)
     target, head = weights(config, 8192)
     again = epochs if read * STATES * 2 * config["hidden_size"] > STATE_BYTES else 1
     operations = {
-        "text": 2 * target * read, "states": 2 * target * read * again,
+        "data": 2 * target * read, "features": 2 * target * read * again,
         "training": 6 * head * TTT_STEPS * read * epochs,
     }
     return {name: count / flops / 3600 for name, count in operations.items()}
 
 
 def min_minutes(config: dict, answer: int, flops: float) -> int:
-    """Return the --minutes that eight conversations and a training step take, half of them for the text."""
+    """Return the minimum of --minutes: eight conversations in the first half, then one training step."""
     return math.ceil(120 * sum(phases(config, 8, answer, 1, flops).values()))
 
 
 def expected_tau(tokens: float) -> float:
-    """Return the acceptance length of a head after this many answer tokens, between measured ones."""
+    """Return the acceptance length to expect after training on this many answer tokens, interpolated."""
     points = [(math.log(n), tau) for n, tau in MEASURED]
     at = min(max(math.log(max(tokens, 1)), points[0][0]), points[-1][0])
     (x, low), (y, high) = next(pair for pair in pairwise(points) if at <= pair[1][0])
@@ -74,7 +74,7 @@ def expected_tau(tokens: float) -> float:
 
 
 def describe(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> str:
-    """Return the hours of a run, see `phases`, and the acceptance length."""
+    """Format the hours of a run, see `phases`, and its expected acceptance length."""
     hours = phases(config, conversations, answer, epochs, flops)
     tokens = conversations * answer * ANSWER_FRACTION
     parts = ", ".join(f"{name} {value:.1f}" for name, value in hours.items())

@@ -32,8 +32,8 @@ def check_ranks(checkpoint: Path, runtime: Runtime, log: Callable[[str], None], 
     attention_layers = config["num_layers"] - sum(config.get("delta_layers", ()))
     cached = 2 * attention_layers * max(shard.keys.count for shard in shards)
     line = (
-        f"{ranks.count} ranks: each has at most {largest / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
-        f" ({whole / 1e9:.2f} GB are replicated), and caches {cached:,} values a token"
+        f"{ranks.count} ranks: each holds at most {largest / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
+        f" ({whole / 1e9:.2f} GB are replicated) and caches {cached:,} values per token"
     )
     free, sharing = free_memory(device), ranks_sharing(device)
     if free is not None and largest * sharing > free:

@@ -143,7 +143,7 @@ class Session:
             flops = measured_flops(device)
             plan = self.config, count, o.max_new_tokens, o.epochs, flops
             hours = phases(*plan)
-            self.training_seconds = 3600 * (hours["states"] + hours["training"])
+            self.training_seconds = 3600 * (hours["features"] + hours["training"])
             if not o.minutes:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
