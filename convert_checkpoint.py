@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from checkpoint.convert import convert
-from checkpoint.dense import HeadOptions
+from checkpoint.layouts import HeadOptions
 from checkpoint.load import read_config
 from common.cli import DTYPES, Options, command, count
 from common.errors import library_errors

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint.dense import eagle3_aux_layers
+from checkpoint.eagle_layouts import eagle3_aux_layers
 from checkpoint.load import class_of
 from common.errors import InputError
 from families.experts import MixtureArgs

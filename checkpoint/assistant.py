@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from checkpoint.dense import HeadOptions, NameTable, ReadHead, with_prefix
+from checkpoint.dense import NameTable, with_prefix
 from checkpoint.families import GEMMA4
+from checkpoint.layouts import HeadOptions, ReadHead
 from checkpoint.load import check_config
 from checkpoint.source import Entry, Source
 from model import ModelArgs

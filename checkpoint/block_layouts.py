@@ -12,16 +12,8 @@ from pathlib import Path
 
 from checkpoint import layouts
 from checkpoint.configs import model_fields
-from checkpoint.dense import (
-    LAYER,
-    HeadOptions,
-    NameTable,
-    ReadHead,
-    draft_vocab_size,
-    layer_flags,
-    with_prefix,
-)
-from checkpoint.layouts import MARKOV
+from checkpoint.dense import LAYER, NameTable, with_prefix
+from checkpoint.layouts import MARKOV, HeadOptions, ReadHead, draft_vocab_size, layer_flags
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs

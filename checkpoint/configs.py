@@ -5,11 +5,11 @@ import json
 import math
 from pathlib import Path
 
-from checkpoint.dense import UNSUPPORTED, dense_fields, rope_of, rope_type
+from checkpoint.dense import KEYS, NEEDED, UNSUPPORTED, rope_of, rope_type
 from checkpoint.load import CONFIG, check_rope, rope_fields
 from common.cli import log_stderr
 from common.errors import InputError
-from common.schema import named
+from common.schema import ABSENT, InvalidValue, named
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Fields of `families.variants.VariantArgs`: keys of configs, which are 1 or null where nothing changes.
@@ -39,9 +39,16 @@ def model_fields(path: Path, config: dict) -> dict:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     where = path / CONFIG if path.suffix != ".gguf" else path
     rope, local = _rope_of_kinds(path, config, rope_of(config))
-    fields = dense_fields(where, config | {"rope_parameters": rope, "rope_scaling": None})
+    for name in NEEDED:
+        if config.get(KEYS[name][0]) is None:
+            raise InputError(f"{where}: {InvalidValue(KEYS[name][0], ABSENT, 'a whole number')}")
+    fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
     fields["rope_scaling"], longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
-    fields["max_seq_len"] = longest
+    fields |= {
+        "num_kv_heads": config.get("num_key_value_heads", fields["num_heads"]),
+        "head_dim": config.get("head_dim", fields["hidden_size"] // fields["num_heads"]),
+        "rope_base": rope.get("rope_theta", fields["rope_base"]), "max_seq_len": longest,
+    }
     if config.get("rope_parameters") and config.get("rope_scaling"):
         log_stderr(f"warning: {where}: has rope_parameters and rope_scaling; the latter counts, with"
                    f" rope_theta {fields['rope_base']:g}")

@@ -17,21 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import extensions
-from checkpoint.dense import (
-    DENSE,
-    STACKS,
-    VOCABULARY_MAPS,
-    Family,
-    HeadOptions,
-    NameTable,
-    Parts,
-    is_plain,
-    layout_of,
-    parts_of,
-    read_eagle,
-)
+from checkpoint.as_stored import as_stored
+from checkpoint.dense import STACKS, NameTable, parts_of
+from checkpoint.families import family_of, mtp_names
 from checkpoint.folder import check_out
+from checkpoint.heads import identify, kind_of, read_layout
+from checkpoint.layouts import HeadOptions
 from checkpoint.load import (
     CONFIG,
     FORMAT,
@@ -44,6 +35,7 @@ from checkpoint.load import (
     open_safetensors,
     read_config,
 )
+from checkpoint.pard2 import read_projection
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.writer import Planned, fill
 from common.cli import dtype_name, log_stderr
@@ -54,10 +46,8 @@ from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
 from tokens.tokenizer import Tokenizer
 
-# Architectures and head layouts that this file does not read itself.
-FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
-PARD2 = "checkpoint.pard2:read_projection"  # of draft models that read the target's features
-AS_STORED = "checkpoint.as_stored:as_stored"  # keeps quantized matrices as stored
+VOCABULARY_MAPS = "d2t", "token_map", "t2d"  # tensors of heads
+Parts = dict[str, tuple[dict, list[Planned]]]  # subfolder: its config.json and its tensors
 # Buffers of old checkpoints; they are computed from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
@@ -82,21 +72,19 @@ def convert(
     """
     source = open_source(resolve_source(checkpoint))
     cast_to = None if dtype == "keep" else getattr(torch, dtype_name(dtype))
-    kind = layout = layout_of(source)
-    if layout is None:
-        kind, source = extensions.load(HEAD_LAYOUTS).identify(source, bool(target))
+    kind, source = identify(source, bool(target))
     if (kind == "target") == bool(target):
         what = "no draft head; leave out --target" if target else "a draft head; add --target FOLDER"
         raise InputError(f"{source.path}: is {what}")
     if target:
         out = Path(out or Path(target) / kind)
-        parts = {"": plan_head(source, layout, Path(target), cast_to, options)}
+        parts = {"": plan_head(source, Path(target), cast_to, options)}
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
     weights = {tensor.name: math.prod(tensor.shape) for tensor in parts[""][1]}
     if not target and cast_to is None and any(entry.quantized for entry in source.tensors.values()):
-        parts[""] = extensions.load(AS_STORED)(*parts[""])
+        parts[""] = as_stored(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)
 
@@ -125,8 +113,7 @@ def convert(
 
 def is_head(checkpoint: str | Path) -> bool:
     """Return whether an unconverted checkpoint is a draft head. Raises InputError."""
-    source = open_source(resolve_source(checkpoint))
-    return bool(layout_of(source) or extensions.load(HEAD_LAYOUTS).kind_of(source))
+    return bool(kind_of(open_source(resolve_source(checkpoint))))
 
 
 def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: str | Path) -> Tokenizer | None:
@@ -205,20 +192,13 @@ def _name(checkpoint: str | Path) -> str:
     return path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
 
 
-def family_of(source: Source) -> Family:
-    """Return the model family of a target. Raises InputError if its architecture is unknown."""
-    if source.architecture in DENSE and is_plain(source.config):
-        return DENSE[source.architecture]
-    return extensions.load(FAMILIES).family_of(source.path, source.architecture)
-
-
 def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
     """Plan the conversion of a target: part name -> (config, tensors to write); "" is the target itself.
 
     dtype: of the written tensors; None: the dtype of most of the source's weights. Raises InputError if the
     config or a tensor does not fit.
     """
-    family = family_of(source)
+    family = family_of(source.path, source.architecture)
     fields, names = family.fields(source), family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {
@@ -229,7 +209,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
         config["pard_token"] = mask
     tensors = family.tensors(source, config)
     if source.config.get("pard2_target_layers"):
-        names = names | extensions.load(PARD2)(source, config, tensors)
+        names = names | read_projection(source, config, tensors)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
         # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5
@@ -240,22 +220,25 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
                              " differs from the embedding; set it to false in config.json if that tensor is"
                              " meant")
     plan = plan_tensors(source, config, names, tensors, dtype, family.stacks)
-    return {"": (config, plan)} | family.extra_parts(source, config, plan[0].dtype)
+    parts, (fields, tensors) = {"": (config, plan)}, family.mtp_layer(source, config)
+    if tensors:
+        try:
+            mtp = plan_tensors(source, fields, mtp_names(names), tensors, plan[0].dtype, family.stacks)
+            parts["mtp"] = fields, [planned_ids(torch.arange(config["vocab_size"])), *mtp]
+        except InputError as e:  # of an unknown kind
+            log_stderr(f"warning: the MTP layer is left out: {e}")
+    return parts
 
 
 def plan_head(
-    source: Source, layout: str | None, target: Path, dtype: torch.dtype | None, options: HeadOptions
+    source: Source, target: Path, dtype: torch.dtype | None, options: HeadOptions
 ) -> tuple[dict, list[Planned]]:
     """Plan the conversion of a head of the converted target `target`: (config, tensors to write).
 
-    layout: result of `layout_of`. dtype: see `plan_target`. Raises InputError if the config, a tensor or the
-    target does not fit.
+    dtype: see `plan_target`. Raises InputError if the config, a tensor or the target does not fit.
     """
     path, target_args = source.path, check_config(read_config(target, "target"))
-    if layout and options == HeadOptions():
-        head = read_eagle(source, layout, target_args)
-    else:
-        head = extensions.load(HEAD_LAYOUTS).read_layout(source, target_args, options)
+    head = read_layout(source, target_args, options)
     config, tensors = dict(head.config), dict(head.tensors)
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     config["own_embedding"] = embed is not None and not _equals_target(embed, target, "embed.weight")

@@ -13,25 +13,22 @@ from torch import Tensor
 
 from checkpoint import layouts
 from checkpoint.configs import model_fields
-from checkpoint.dense import (
-    EAGLE1,
-    EAGLE3,
-    EAGLE3_LAYER,
-    LAYER,
-    MIDLAYER,
-    HeadOptions,
-    NameTable,
-    ReadHead,
-    eagle3_aux_layers,
-    eagle_fields,
-    with_head_dim,
-    with_prefix,
-)
-from checkpoint.layouts import MARKOV
+from checkpoint.dense import LAYER, NameTable, with_prefix
+from checkpoint.layouts import MARKOV, HeadOptions, ReadHead, draft_vocab_size, layer_flags
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
+EAGLE: NameTable = {
+    "embed.weight": ["embed_tokens.weight"],
+    **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
+}
+EAGLE1 = EAGLE | with_prefix(LAYER, "layer.", "layers.0.")
+EAGLE3_LAYER = LAYER | {  # the first
+    "embed_norm.weight": ["input_layernorm.weight"], "feature_norm.weight": ["hidden_norm.weight"],
+}
+MIDLAYER = "midlayer."
+EAGLE3 = EAGLE | {"norm.weight": ["norm.weight"]} | with_prefix(EAGLE3_LAYER, "layer.", MIDLAYER)
 FIRST_LAYER = "layers.0."  # prefix of the first layer; SafeAILab and SGLang use MIDLAYER
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -53,17 +50,26 @@ def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> Nam
 
 
 def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
-    """Read an EAGLE head of any kind.
+    """Read an EAGLE head of any kind. The file decides about biases, norms and matrices of its own.
 
     Raises InputError if the variant is not supported, or if an option is missing.
     """
     tensors, config = _renamed(source), layouts.flat_config(source.config)
-    first = _first_layer_prefix(tensors)
-    config = with_head_dim(config, tensors, first)
-    shape = model_fields(source.path, config)
-    fields = eagle_fields(kind, config, shape, tensors, target, first)
+    first, lm_head = _first_layer_prefix(tensors), tensors.get("lm_head.weight")
+    query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
+    if query and heads:  # the file may have no head_dim, or a wrong one (Qwen)
+        config["head_dim"] = query.shape[0] // heads
+    fields = model_fields(source.path, config) | layer_flags(tensors, first) | {
+        "kind": kind, "tie_embeddings": bool(config.get("tie_word_embeddings")) and lm_head is None,
+        "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
+        "draft_window": config.get("draft_window") or 0, "own_lm_head": lm_head is not None,
+    }
+    size = fields["vocab_size"]
     if kind == "eagle":
+        fields |= {"num_layers": 1, "draft_vocab_size": size, "aux_layers": [target.num_layers]}
         return ReadHead(fields, EAGLE1, tensors)
+    fields["draft_vocab_size"] = draft_vocab_size(config, tensors, size)
+    fields["own_lm_head"] |= fields["draft_vocab_size"] != size
     return _read_eagle3(source, config, fields, tensors, target, options)
 
 
@@ -196,3 +202,12 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
     raise InputError(f"{path}: {AUX_KEY} {ids} is ambiguous; give --aux-layers {inputs} if these are"
                      f" layer inputs, {outputs} if outputs")
+
+
+def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers whose inputs feed an EAGLE-3 head unless its config says otherwise.
+
+    Layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
+    "outputs of layers 1, L//2-1, L-4".
+    """
+    return 2, num_layers // 2, num_layers - 3

@@ -18,8 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from checkpoint.configs import ACTIVATIONS
-from checkpoint.dense import EAGLE1, KEYS, MIDLAYER, NameTable, parts_of
-from checkpoint.eagle_layouts import AUX_KEY, FIRST_LAYER, eagle3_names
+from checkpoint.dense import KEYS, NameTable, parts_of
+from checkpoint.eagle_layouts import AUX_KEY, EAGLE1, FIRST_LAYER, MIDLAYER, eagle3_names
 from checkpoint.folder import check_exact
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model, read_config
 from common.cli import Options, command

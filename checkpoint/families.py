@@ -13,26 +13,22 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from checkpoint import gemma4, latent, mamba, short_conv
 from checkpoint.configs import model_fields, reject
-from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
-    DENSE,
     LAYER,
-    Family,
+    STACKS,
     NameTable,
-    Parts,
     RecordedConfig,
     hugging_face,
+    reject_unread,
     rope_of,
 )
 from checkpoint.hybrid import DELTA_STACKS, HYBRID, hybrid_fields, rearranged
 from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
-from common.cli import log_stderr
 from common.errors import InputError
 from kernels.quantized import MXFP4, Scheme
 
@@ -84,9 +80,12 @@ SHARED_EXPERT: NameTable = {
 
 
 @dataclass(frozen=True)
-class ExtendedFamily(Family):
-    """A family with more than `checkpoint.dense` reads.
+class Family:
+    """What the targets of one architecture share.
 
+    names: the table of their tensors. fixed: fields of ModelArgs that the architecture implies. defaults:
+    values of config keys that a config may leave out, where they differ from LLaMA's. stacks: see
+    `checkpoint.dense: parts_of`. renamed: other keys of the config.
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
     their tensors. neighbors: rotary pairs are neighboring channels.
@@ -95,6 +94,12 @@ class ExtendedFamily(Family):
     fields. change(path, fields, tensors): returns the tensors under the names of the table.
     """
 
+    architecture: str  # class in transformers
+    names: NameTable
+    fixed: dict = field(default_factory=dict)
+    defaults: dict = field(default_factory=dict)
+    stacks: dict = field(default_factory=lambda: STACKS)
+    renamed: dict = field(default_factory=dict)
     experts: bool = False
     required: dict = field(default_factory=dict)
     interleaved: bool = False
@@ -106,7 +111,8 @@ class ExtendedFamily(Family):
     change: Callable[[Path, dict, dict[str, Entry]], dict[str, Entry]] | None = None
 
     def config(self, source: Source) -> dict:
-        config = super().config(source)
+        """Return the source's config with the family's defaults; an explicit null means LLaMA's value."""
+        config = {k: v for k, v in {**self.defaults, **source.config}.items() if v is not None}
         config |= {ours: config[theirs] for theirs, ours in self.renamed.items() if theirs in config}
         if "text_config" in config:  # the language model of one that sees or hears
             has_head = any(name.endswith("lm_head.weight") for name in source.tensors)
@@ -118,7 +124,15 @@ class ExtendedFamily(Family):
             config.pop("rope_scaling", None)
         return config
 
-    def read_fields(self, source: Source, config: RecordedConfig) -> dict:
+    def fields(self, source: Source) -> dict:
+        """Return the fields of ModelArgs. Raises InputError for anything that we would compute wrongly."""
+        config = RecordedConfig(self.config(source))
+        fields = self._read_fields(source, config)
+        if source.path.suffix != ".gguf":
+            reject_unread(source.path, config, (*self.defaults, *self.renamed))
+        return fields
+
+    def _read_fields(self, source: Source, config: RecordedConfig) -> dict:
         path = source.path
         biased = self.fixed.get("biases") or self.fixed.get("qkv_bias") or self.neighbors
         if config.get("use_bidirectional_attention") != "vision":  # which is that of images
@@ -151,6 +165,7 @@ class ExtendedFamily(Family):
         }
 
     def tensors(self, source: Source, config: dict) -> dict[str, Entry]:
+        """Return the source's tensors under the names of the table. config: ours; may get more keys."""
         found = self._all_tensors(source, config)
         if SCALES in found:
             config["quantization"] = Scheme(None, 0, None, MXFP4).to_config()
@@ -173,11 +188,9 @@ class ExtendedFamily(Family):
         reorder = self.neighbors or config.get("rotary_dim")
         return reordered(tensors, config, self.neighbors) if reorder else tensors
 
-    def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
-        """Return the MTP layer. An unknown kind of layer is skipped with a warning."""
+    def mtp_layer(self, source: Source, config: dict) -> tuple[dict, dict[str, Entry]]:
+        """Return the config of the MTP layer that a target carries, and its tensors; {} if it has none."""
         found = self._all_tensors(source, config) if self._has_mtp else {}
-        if not (mtp := {name: entry for name, entry in found.items() if name.startswith(MTP)}):
-            return {}
         left_out = "delta_", "stop_ids", "bos_id", "architecture"
         own = {"delta_layers": [0]} if self.hybrid else {"dense_layers": 0}
         fields = {k: v for k, v in config.items() if not k.startswith(left_out)} | own | {
@@ -185,12 +198,7 @@ class ExtendedFamily(Family):
             "draft_vocab_size": config["vocab_size"], "aux_layers": [config["num_layers"]],
             "own_embedding": False, "own_lm_head": False, "tie_embeddings": False,
         }
-        try:
-            plan = plan_tensors(source, fields, mtp_names(self.names), mtp, dtype, self.stacks)
-        except InputError as e:
-            log_stderr(f"warning: the MTP layer is left out: {e}")
-            return {}
-        return {"mtp": (fields, [planned_ids(torch.arange(config["vocab_size"])), *plan])}
+        return fields, {name: entry for name, entry in found.items() if name.startswith(MTP)}
 
 
 def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
@@ -293,17 +301,9 @@ HYBRID_DEFAULTS = {
 }
 
 
-def _extended(architecture: str) -> ExtendedFamily:
-    """Return a family of `checkpoint.dense` that also reads sliding windows and scaled RoPE."""
-    one = DENSE[architecture]
-    return ExtendedFamily(architecture, one.names, one.fixed, one.defaults | NO_WINDOW)
-
-
-def _family(
-    names: NameTable, fixed: dict | None = None, defaults: dict | None = None, **more
-) -> ExtendedFamily:
+def _family(names: NameTable, fixed: dict | None = None, defaults: dict | None = None, **more) -> Family:
     table = hugging_face(ATTENTION | names)
-    return ExtendedFamily(more.pop("architecture", ""), table, fixed or {}, defaults or {}, **more)
+    return Family(more.pop("architecture", ""), table, fixed or {}, defaults or {}, **more)
 
 
 GEMMA4 = _family(
@@ -313,7 +313,7 @@ GEMMA4 = replace(GEMMA4, names=GEMMA4.names | gemma4.NAMES)
 DELTA_MIXTURE = _family(
     SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True,
     read=hybrid_fields)
-LFM2 = ExtendedFamily(
+LFM2 = Family(
     "", short_conv.NAMES, {}, {
         "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128000,
         "num_key_value_heads": 8, "tie_word_embeddings": True,
@@ -321,10 +321,10 @@ LFM2 = ExtendedFamily(
                 "tie_embedding": "tie_word_embeddings"},
     required={"block_use_swiglu": True, "use_pos_enc": True}, read=short_conv.conv_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
-    "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
-    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl gguf:qwen2vl": _extended(
-        "Qwen2ForCausalLM"),
-    "Qwen3ForCausalLM qwen3 gguf:qwen3": _extended("Qwen3ForCausalLM"),
+    "LlamaForCausalLM llama gguf:llama": _family(LAYER, defaults=NO_WINDOW),
+    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl gguf:qwen2vl": _family(
+        LAYER, {"qkv_bias": True}, NO_WINDOW),
+    "Qwen3ForCausalLM qwen3 gguf:qwen3": _family(LAYER, {"qk_norm": True}, {"head_dim": 128} | NO_WINDOW),
     "MistralForCausalLM mistral MinistralForCausalLM ministral Mistral3ForConditionalGeneration"
     " mistral3": _family(
         LAYER, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -406,7 +406,7 @@ def mtp_names(names: NameTable) -> NameTable:
     }
 
 
-def family_of(path: Path, name: str | None) -> ExtendedFamily:
+def family_of(path: Path, name: str | None) -> Family:
     """Return the entry of `FAMILIES` of this name. path: the source, for the InputError if there is none."""
     if name not in FAMILIES:
         raise InputError(f"{path}: unknown architecture {name!r} (known: {', '.join(FAMILIES)})")

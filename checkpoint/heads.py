@@ -1,27 +1,25 @@
-"""Recognize the kind of a draft head in any layout, and read it.
-
-`HEAD_READERS` has the reader of each kind, `extensions.HEADS` its network.
-"""
+"""Recognize the kind of a draft head in any layout, and read it. `extensions.HEADS` has its network."""
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-import extensions
-from checkpoint.dense import HeadOptions, ReadHead
+from checkpoint.assistant import read_assistant
+from checkpoint.block_layouts import read_block
+from checkpoint.eagle_layouts import read_eagle
+from checkpoint.layouts import HeadOptions, ReadHead
+from checkpoint.medusa_layouts import MEDUSA2, read_medusa
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
 
 # By kind: (source, kind, target, options) -> ReadHead.
 HEAD_READERS = {
-    **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),
-    **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
-    **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
-    "mtp": "checkpoint.assistant:read_assistant",
+    **dict.fromkeys(("eagle", "eagle3", "p-eagle"), read_eagle),
+    **dict.fromkeys(("medusa", "hydra"), read_medusa),
+    **dict.fromkeys(("dflash", "dspark"), read_block), "mtp": read_assistant,
 }
 MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
-MEDUSA2 = "medusa_head."  # prefix of the heads' tensors inside a Medusa-2 model
 
 
 def identify(source: Source, is_head: bool) -> tuple[str, Source]:
@@ -82,4 +80,4 @@ def read_layout(source: Source, target: ModelArgs, options: HeadOptions) -> Read
         raise InputError(f"{source.path}: config: num_target_layers is {depth}, the target has"
                          f" {target.num_layers} layers")
     kind = kind_of(source)
-    return extensions.load(HEAD_READERS[kind])(source, kind, target, options)
+    return HEAD_READERS[kind](source, kind, target, options)

@@ -1,12 +1,36 @@
 """Shared by several layouts of draft heads."""
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.dense import NameTable
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Settings of a head that its files may leave open (flags of convert_checkpoint.py)."""
+
+    aux_layers: tuple[int, ...] | None = None  # --aux-layers: target layers whose inputs feed the head
+    norm_before_residual: bool | None = None  # --[no-]norm-before-residual
+    recycle: str | None = None  # --recycle normed|raw
+
+
+@dataclass(frozen=True)
+class ReadHead:
+    """A head as read from its source.
+
+    config: the config.json that it becomes. names: the table of its tensors. tensors: the source's, under the
+    names of that table, and `d2t`, `t2d` or `token_map`.
+    """
+
+    config: dict
+    names: NameTable
+    tensors: dict[str, Entry]
+
 
 MARKOV: NameTable = {
     "markov_in.weight": ["markov_head.markov_w1.weight"],
@@ -16,6 +40,23 @@ MARKOV: NameTable = {
     "confidence.weight": ["confidence_head.proj.weight"],
     "confidence.bias": ["confidence_head.proj.bias"],
 }
+
+
+def layer_flags(tensors: dict[str, Entry], first: str = "layers.0.") -> dict:
+    """Return the fields that follow from the names of tensors: configs omit them, or are wrong.
+
+    first: the prefix of the first layer.
+    """
+    return {
+        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}self_attn.q_proj.bias" in tensors,
+        "qk_norm": f"{first}self_attn.q_norm.weight" in tensors,
+    }
+
+
+def draft_vocab_size(config: dict, tensors: dict[str, Entry], vocab_size: int) -> int:
+    """Return the size of the draft vocabulary: the config's, the lm_head's, or the target's."""
+    lm_head = tensors.get("lm_head.weight")
+    return config.get("draft_vocab_size") or (lm_head.shape[0] if lm_head else vocab_size)
 
 
 def flat_config(config: dict) -> dict:

@@ -19,12 +19,13 @@ import re
 
 import torch
 
-from checkpoint.dense import LAYER, HeadOptions, NameTable, ReadHead, layer_flags, with_prefix
-from checkpoint.heads import MEDUSA2
+from checkpoint.dense import LAYER, NameTable, with_prefix
+from checkpoint.layouts import HeadOptions, ReadHead, layer_flags
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
+MEDUSA2 = "medusa_head."  # prefix of the heads' tensors inside a Medusa-2 model
 TARGETS_TABLE = ("prefix_embeding_layer.embed_tokens.weight", "input_embed_fn.weight")  # copies of it
 PREFIX = "prefix_embeding_layer."
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 import extensions
 from checkpoint.load import CONFIG, is_ours, open_safetensors, stored_tensors
 from common.errors import InputError, check_file, library_errors, read_json
-from common.schema import Flag, number, schema_of, whole
+from common.schema import Flag, Schema, number, whole
 from tokens.files import TOKENIZER_FILES, encoder_of
 
 STORED_DTYPES = {  # safetensors' names
@@ -193,39 +194,21 @@ def open_source(path: Path) -> Source:
     return extensions.load(SOURCE_FILES[path.suffix.lower()])(path)
 
 
-Size, Object = whole(1) | None, dict | None
-
-
-@dataclass
-class HubConfig:
-    """Types of what Hugging Face's config.json may say. Families check the values."""
-
-    thinker_config: Object = None
-    text_config: Object = None
-    rope_scaling: Object = None
-    rope_parameters: Object = None
-    layer_types: list[str] | None = None
-    no_rope_layers: list[int] | None = None
-    hidden_size: Size = None
-    num_hidden_layers: Size = None
-    num_attention_heads: Size = None
-    num_key_value_heads: Size = None
-    head_dim: Size = None
-    vocab_size: Size = None
-    max_position_embeddings: Size = None
-    sliding_window_pattern: Size = None
-    sliding_window: whole() | None = None
-    rope_theta: number() | None = None
-    rms_norm_eps: number() | None = None
-    partial_rotary_factor: number() | None = None
-    use_sliding_window: Flag | None = None
-    tie_word_embeddings: Flag | None = None
-    attention_bias: Flag | None = None
-    norm_topk_prob: Flag | None = None
+# Types of what Hugging Face's config.json may say. Families check the values.
+HUB_CONFIG = Schema(TypedDict("HubConfig", {
+    **dict.fromkeys(("thinker_config", "text_config", "rope_scaling", "rope_parameters"), dict | None),
+    "layer_types": list[str] | None, "no_rope_layers": list[int] | None,
+    "num_hidden_layers": whole(1, 10_000) | None, "sliding_window": whole() | None,
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+                     "max_position_embeddings", "sliding_window_pattern"), whole(1) | None),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps", "partial_rotary_factor"), number() | None),
+    **dict.fromkeys(("use_sliding_window", "tie_word_embeddings", "attention_bias", "norm_topk_prob"),
+                    Flag | None),
+}, total=False))
 
 
 def _open_folder(path: Path) -> Source:
-    config = schema_of(HubConfig).require(read_json(path / CONFIG), path / CONFIG)
+    config = HUB_CONFIG.require(read_json(path / CONFIG), path / CONFIG)
     if is_ours(config):
         raise InputError(f"{path}: is already converted")
     name = _weight_file(sorted(file.name for file in path.iterdir()))
@@ -239,7 +222,7 @@ def _open_folder(path: Path) -> Source:
         check_file(path / encoder)
     if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
         config = text | {k: v for k, v in config.items() if v is not None} | {"text_config": text}
-        schema_of(HubConfig).require(config, path / CONFIG)
+        HUB_CONFIG.require(config, path / CONFIG)
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint.dense import eagle3_aux_layers
+from checkpoint.eagle_layouts import eagle3_aux_layers
 from checkpoint.load import check_args, class_of
 from head import Eagle1Head, Eagle3Head, Head, HeadArgs
 from model import ModelArgs, Transformer

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import GOLDEN, refused
+from helpers import refused
 from helpers.launching import run as run_alone
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, run, target_state, write_source
 from helpers.tokenizers import write_byte_tokenizer
@@ -125,26 +125,6 @@ def test_hub_downloads_only_what_is_needed(tmp_path, target, monkeypatch):
         "model.safetensors.index.json"]
     torch.testing.assert_close(*(load_file(f / "model.safetensors") for f in (out, target)), rtol=0, atol=0)
     assert read_config(out)["name"] == "some-model" and read_config(out)["source"] == "org/some-model"
-
-
-# What is imported
-
-
-IMPORTED = """
-import sys
-from checkpoint.convert import convert
-source, out = sys.argv[1:]
-convert(f"{source}/target", out, quiet=True)
-for head in ("eagle1", "eagle3"):
-    convert(f"{source}/{head}", target=out, quiet=True)
-print(*(name for name in sys.modules if name.startswith(("checkpoint.", "families.", "tokens."))))
-"""
-
-
-def test_dense_targets_and_published_eagle_heads_need_no_other_reader(tmp_path):
-    names = {"folder", "loading", "load", "weights", "writer", "source", "dense", "convert"}
-    allowed = {*(f"checkpoint.{name}" for name in names), "tokens.files", "tokens.tokenizer"}
-    assert {*run_alone(sys.executable, "-c", IMPORTED, GOLDEN, tmp_path / "out").split()} <= allowed
 
 
 # Memory

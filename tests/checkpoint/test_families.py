@@ -159,7 +159,7 @@ def fields_of(family: str, keys: dict) -> dict:
 
 def read_fields(architecture: str, config: dict) -> dict:
     source = Source(Path("x"), architecture, config, {}, [], None, bool)
-    return family_of(source).fields(source)
+    return family_of(source.path, architecture).fields(source)
 
 
 @pytest.mark.parametrize("family, keys, windows, longest", MEANT)

@@ -144,7 +144,7 @@ BAD_TARGETS = {
     "heads that do not fit": (
         folder_with("Qwen3_5", linear_num_key_heads=4, linear_num_value_heads=6),
         "6 value heads are no multiple of 4"),
-    "more layers than can be": (folder_with(num_hidden_layers=10**9), "num_layers is 1000000000"),
+    "more layers than can be": (folder_with(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
 }
 NORM, AUX = "midlayer.hidden_norm.weight", "eagle_aux_hidden_state_layer_ids"
 D2T, T2D = head_state()["d2t"], head_state()["t2d"]
