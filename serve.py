@@ -127,8 +127,6 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
         engine = Leader(engine, channel)
     names = tuple(o.model_name) or (checkpoint.resolve().name,)
     worker = Worker(engine, Metrics(names[0], batch, engine.runner.max_commit), o.queue)
-    if ranks:
-        worker.is_lost = channel.is_lost
     server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics, o.max_tokens)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

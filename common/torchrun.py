@@ -1,15 +1,10 @@
-"""Processes started by torchrun: comparable options, muted output, exit with the launcher."""
+"""Processes started by torchrun: comparable options, muted output."""
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Iterator
-
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @contextlib.contextmanager
@@ -30,12 +25,3 @@ def shared_options(o: argparse.Namespace, *contents: object) -> str:
     """Return the options that all ranks must share, and the contents of files, as one line."""
     shared = {name: value for name, value in sorted(vars(o).items()) if name not in PER_MACHINE}
     return repr((shared, *contents))
-
-
-def exit_with_torchrun() -> None:
-    """Send SIGTERM to this process when its torchrun dies. Linux only.
-
-    Without this, the other ranks wait for minutes.
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

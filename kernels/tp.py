@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.hashes import hash56
-from common.torchrun import exit_with_torchrun
 from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind
@@ -137,11 +135,6 @@ def local_device(device: str) -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
-def is_lost_rank(error: RuntimeError) -> bool:
-    """Return whether an error means that another rank is lost."""
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST_RANK_ERRORS)
-
-
 @contextlib.contextmanager
 def process_group(
     device: str, heads: bool = False, reply_timeout: timedelta | None = None
@@ -149,10 +142,8 @@ def process_group(
     """Join the process group of torchrun's environment within this context. heads: see `Ranks`.
 
     reply_timeout: of collectives (default `REPLY_TIMEOUT`). Raises InputError if there is no such
-    environment, if the ranks do not find each other, or, from the context, if a rank is lost or torchrun
-    terminates this one.
+    environment, if the ranks do not find each other, or, from the context, if a rank is lost.
     """
-    exit_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(local_device(device)))
@@ -161,33 +152,14 @@ def process_group(
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)
-    this = f"rank {ranks.rank} of {ranks.count}"
     try:
-        with _sigterm_as_error(this):
-            yield ranks
+        yield ranks
     except RuntimeError as e:
-        if not is_lost_rank(e):
+        if not isinstance(e, dist.DistError) and not any(words in str(e) for words in LOST_RANK_ERRORS):
             raise
-        raise InputError(
-            f"{this} has lost another one ({first_line(e)}), so all end; see torchrun's report and the"
-            " system's log"
-        ) from e
+        raise InputError(f"rank {ranks.rank} of {ranks.count} has lost another one ({first_line(e)}), so all"
+                         " end; see torchrun's report and the system's log") from e
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _sigterm_as_error(this: str) -> Iterator[None]:
-    """Turn SIGTERM, which torchrun sends when a rank has died, into an InputError within this context."""
-    def end(number: int, frame: object) -> None:
-        raise InputError(f"{this} was terminated: torchrun or another rank has ended")
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except BaseException:  # print the last line completely
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Span(NamedTuple):
@@ -197,35 +169,16 @@ class Span(NamedTuple):
     first: int
     last: int
 
-    @property
-    def count(self) -> int:
-        return self.last - self.first
-
-
-def _split(count: int, unit: int, rank: int, ranks: int) -> Span:
-    """Split `count` pieces of `unit` evenly. If they do not divide, some ranks have one more."""
-    return Span(count * unit, count * rank // ranks * unit, count * (rank + 1) // ranks * unit)
-
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's spans of a target's queries, keys (or values), MLP's inner width, and tokens.
+    """One rank's spans of a target, by what `SHARDED_DIMENSIONS` names.
 
     A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
-    hold the same one. The other spans belong to targets with delta nets, and are empty in others: a gate of
-    attention's output, the inner width of the shared expert, and keys (or queries), values and heads of delta
-    nets. Values stay with the keys that they use.
+    hold the same one. Values of delta nets stay with the keys that they use.
     """
 
-    queries: Span
-    keys: Span
-    inner: Span
-    tokens: Span
-    gate: Span
-    shared: Span
-    delta_keys: Span
-    delta_values: Span
-    delta_heads: Span
+    spans: dict[str, Span]
     kinds: dict[str, Kind]
 
     @classmethod
@@ -236,67 +189,59 @@ class Shard:
 
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
-        if not getattr(args, "shardable", True):
-            raise InputError(f"{ranks} ranks: a target of this family runs in one process only; leave out"
-                             " torchrun")
-        if args.tie_embeddings and scheme and EMBED in (scheme.kinds or {}):
-            raise InputError(f"{ranks} ranks: an lm_head tied to embeddings as their source stores them"
-                             " cannot be sharded; convert the source with --dtype bf16")
+        def refuse(words: str, advice: str = "choose another --nproc-per-node") -> None:
+            raise InputError(f"{ranks} ranks: {words}; {advice}")
+
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
-        nk, nv, dk, dv, shared, delta_layers = (getattr(args, name, 0) for name in (
-            "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",
-            "delta_layers"))
-        if nkv < ranks and (ranks % nkv or nh % ranks):
-            raise InputError(
-                f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be sharded over at most {nkv}"
-                f" ranks, or over a multiple of {nkv} that divides {nh}; choose another --nproc-per-node"
-            )
+        nk, nv, dk, dv, shared = (getattr(args, name, 0) for name in (
+            "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size"))
         kinds = {name: Kind.parse(kind) for name, kind in ((scheme and scheme.kinds) or {}).items()}
-        if ordered := [name for name, kind in kinds.items() if kind.ordered]:
-            raise InputError(f"{ranks} ranks: {ordered[0]} has an order of its inputs (desc_act) and"
-                             " cannot be sharded; convert the source with --dtype bf16")
+        if not getattr(args, "shardable", True):
+            refuse("a target of this family runs in one process only", "leave out torchrun")
+        if (args.tie_embeddings and EMBED in kinds) or any(kind.ordered for kind in kinds.values()):
+            refuse("an lm_head tied to embeddings as their source stores them, or inputs in an order of their"
+                   " own (desc_act), cannot be sharded", "convert the source with --dtype bf16")
+        if nkv < ranks and (ranks % nkv or nh % ranks):
+            refuse(f"{nkv} key/value heads for {nh} query heads can be sharded over at most {nkv} ranks, or"
+                   f" over a multiple of {nkv} that divides {nh}")
         # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
         mode, unit = (scheme.mode, scheme.group) if scheme else (None, 0)
         unit = W8A8_GROUP if mode == "w8a8" else max([unit, *(max(kind[1:3]) for kind in kinds.values())])
-        pieces = max(unit, MXFP4_GROUP if scheme and scheme.experts else 0) or 2 - inner % 2
-        tokens = tokens or args.vocab_size
-        narrow = any(n % pieces or 0 < n // pieces < ranks for n in (inner, shared))
-        if narrow or tokens < ranks or 0 < nk < ranks:
-            others = f", a shared expert of {shared}, {nk} key heads of delta nets" if nk else ""
-            raise InputError(
-                f"{ranks} ranks: an MLP of {inner} inner values, in units of {pieces}"
-                f"{others}, and {tokens} tokens cannot be sharded over these ranks; choose another"
-                " --nproc-per-node"
-            )
-        if nkv < ranks:
-            head = nkv * rank // ranks
-            queries, keys = _split(nh, hd, rank, ranks), Span(nkv * hd, head * hd, (head + 1) * hd)
-        else:
-            queries, keys = _split(nkv, nh // nkv * hd, rank, ranks), _split(nkv, hd, rank, ranks)
+        pair = max(unit, MXFP4_GROUP if scheme and scheme.experts else 0) or 2 - inner % 2
         each = nv // max(nk, 1)
-        values = _split(nk, each * dv, rank, ranks)
-        for what, span in (("attention", queries), ("a delta net", values)):
-            if unit and (span.first % unit or span.last % unit):
-                raise InputError(
-                    f"{ranks} ranks: {mode} has groups of {unit} inputs, but rank {rank} would have inputs"
-                    f" {span.first} to {span.last} of {what}'s output; choose another --nproc-per-node"
-                )
-        return cls(
-            queries, keys, _split(inner // pieces, pieces, rank, ranks), _split(tokens, 1, rank, ranks),
-            queries if delta_layers else Span(0, 0, 0), _split(shared // pieces, pieces, rank, ranks),
-            _split(nk, dk, rank, ranks), values, _split(nk, each, rank, ranks), kinds,
-        )
+        sizes = {  # and what stays together
+            "queries": (nh * hd, (nh // nkv if nkv >= ranks else 1) * hd), "keys": (nkv * hd, hd),
+            "inner": (inner, pair), "shared": (shared, pair), "tokens": (tokens or args.vocab_size, 1),
+            "delta_keys": (nk * dk, dk), "delta_values": (nv * dv, each * dv), "delta_heads": (nv, each),
+        }
+        spans = {}
+        for name, (size, piece) in sizes.items():
+            count = size // max(piece, 1)
+            first, last = count * rank // ranks, count * (rank + 1) // ranks
+            last = max(last, first + 1) if name == "keys" else last
+            spans[name] = Span(size, first * piece, last * piece)
+            if count * piece != size or (0 < count < ranks and name != "keys"):
+                refuse(f"{size} {name.replace('_', ' ')}, in units of {piece}, cannot be sharded over these"
+                       " ranks")
+            _, begin, end = spans[name]
+            if unit and name in ("queries", "delta_values") and (begin % unit or end % unit):
+                refuse(f"{mode} has groups of {unit} inputs, but rank {rank} would have {name} {begin} to"
+                       f" {end}")
+        spans["gate"] = spans["queries"] if getattr(args, "delta_layers", ()) else Span(0, 0, 0)
+        return cls(spans, kinds)
 
     def args(self, whole: ModelArgs) -> ModelArgs:
         """Return the args of this rank's model. The vocabulary is not sharded, as embeddings are not."""
-        hd = whole.head_dim
+        def count(name: str) -> int:
+            return self.spans[name].last - self.spans[name].first
+
         delta_args = {
-            "shared_expert_size": self.shared.count, "delta_heads": self.delta_heads.count,
-            "delta_key_heads": self.delta_keys.count // max(whole.delta_key_dim, 1),
+            "shared_expert_size": count("shared"), "delta_heads": count("delta_heads"),
+            "delta_key_heads": count("delta_keys") // max(whole.delta_key_dim, 1),
         } if hasattr(whole, "delta_heads") else {}
         return replace(
-            whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
-            intermediate_size=self.inner.count, **delta_args,
+            whole, num_heads=count("queries") // whole.head_dim, num_kv_heads=count("keys") // whole.head_dim,
+            intermediate_size=count("inner"), **delta_args,
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
@@ -312,7 +257,7 @@ class Shard:
             if dimension == INPUTS:  # rank 0 adds it, see `shard_module`
                 return None
             dimension = -1
-        spans = [getattr(self, what) for what in along]
+        spans = [self.spans[what] for what in along]
         module, _, leaf = name.rpartition(".")
         if (kind := self.kinds.get(module)) and dimension == INPUTS and leaf in ("scale", "codes"):
             if leaf == "scale" and kind.unit == ROW:
@@ -326,13 +271,6 @@ class Shard:
             ranges.append(((before + first) * length // whole, (before + last) * length // whole))
             before += size
         return dimension % len(shape), ranges
-
-    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of a target's tensor."""
-        if (cut := self.cut(name, shape)) is None:
-            return shape
-        dimension, ranges = cut
-        return *shape[:dimension], sum(b - a for a, b in ranges), *shape[dimension + 1 :]
 
     def read(self, name: str, file) -> Tensor:
         """Read only this rank's shard of a tensor from an open safetensors file."""
@@ -375,7 +313,7 @@ def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
 
     shards: of all ranks. An lm_head that a head shares with its target is left as it is there.
     """
-    tokens = [shard.tokens for shard in shards]
+    tokens = [shard.spans["tokens"] for shard in shards]
     for layer in [module for module in model.modules() if isinstance(module, Block)]:
         for name, bias in layer.named_parameters() if ranks.rank else ():
             if name in RANK0_BIASES:
@@ -390,4 +328,4 @@ def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
             rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]
             model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
     if model.lm_head is not None:
-        model.lm_head = ShardedHead(model.lm_head, tuple(span.count for span in tokens), ranks)
+        model.lm_head = ShardedHead(model.lm_head, tuple(span.last - span.first for span in tokens), ranks)

@@ -5,11 +5,7 @@ The result is the same on all ranks, as no decision depends on time.
 """
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import socket
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,8 +13,6 @@ import torch.distributed as dist
 from engine.engine import Engine
 from engine.request import Event, Guide, Request
 from engine.sampling import Sampling
-from kernels.tp import is_lost_rank
-from server.worker import EngineLost
 
 IDLE_TIMEOUT = timedelta(days=365)  # between two calls
 
@@ -28,18 +22,6 @@ class Channel:
 
     def __init__(self):
         self.group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        self.processes: list = [None] * dist.get_world_size()
-        dist.all_gather_object(self.processes, (socket.gethostname(), os.getpid()), group=self.group)
-
-    def is_lost(self) -> bool:
-        """Return whether a process on this machine has died."""
-        try:
-            for host, pid in self.processes:
-                if host == socket.gethostname():
-                    os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        return False
 
     def send(self, *message) -> None:
         """Send a message from rank 0; an empty one is the last."""
@@ -53,7 +35,7 @@ class Channel:
 
 
 class Leader:
-    """The engine of rank 0, which the others follow. Raises EngineLost.
+    """The engine of rank 0, which the others follow. Its methods raise RuntimeError if a rank has died.
 
     Requests have passed `Engine.check`, as an error would end the other ranks.
     """
@@ -65,34 +47,21 @@ class Leader:
         return getattr(self.engine, name)
 
     def admit(self, prompt: list[int], sampling: Sampling, *, guide: Guide | None, **options) -> Request:
-        with self._on_all_ranks("admit", prompt, sampling, options):
-            return self.engine.admit(prompt, sampling, guide=guide, **options)
+        self.channel.send("admit", prompt, sampling, options)
+        return self.engine.admit(prompt, sampling, guide=guide, **options)
 
     def remove(self, request: Request) -> None:
         if request.active:
-            with self._on_all_ranks("remove", request.slot):
-                self.engine.remove(request)
+            self.channel.send("remove", request.slot)
+            self.engine.remove(request)
 
     def step(self) -> list[Event]:
-        with self._on_all_ranks("step"):
-            return self.engine.step()
+        self.channel.send("step")
+        return self.engine.step()
 
     def end(self) -> None:
         """End the other ranks. Raises RuntimeError if one has died."""
-        if self.channel.is_lost():
-            raise dist.DistError("its process has ended")
         self.channel.send()
-
-    @contextlib.contextmanager
-    def _on_all_ranks(self, *message) -> Iterator[None]:
-        """Send a call to the other ranks; the context makes it here. Raises EngineLost if a rank has died."""
-        try:
-            self.channel.send(*message)
-            yield
-        except RuntimeError as e:
-            if not is_lost_rank(e):
-                raise
-            raise EngineLost("another rank of this server has died") from None
 
 
 def follow(engine: Engine, channel: Channel) -> None:

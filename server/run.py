@@ -16,7 +16,6 @@ from engine.runner import CachesTooLarge
 from server.worker import Worker
 
 ERROR_SECONDS = 3  # for sending errors after the grace period
-RANK_LOSS_SECONDS = 2  # until a lost rank is noticed
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections
 
 
@@ -41,8 +40,6 @@ class Uvicorn(uvicorn.Server):
         """Stop listening when requests have ended; until then new ones get an error response."""
         start = time.monotonic()
         while self.worker.running + self.worker.waiting and time.monotonic() < start + self.grace:
-            if time.monotonic() > start + RANK_LOSS_SECONDS:
-                self.worker.stop_if_lost()
             time.sleep(0.05)
         self.worker.stop()
         super().handle_exit(sig, frame)

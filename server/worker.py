@@ -24,10 +24,6 @@ MAX_CONSECUTIVE_FAILURES = 3
 SHUTTING_DOWN = "the server is shutting down"
 
 
-class EngineLost(Exception):
-    """A process of the engine has died, so it cannot decode any more."""
-
-
 @dataclass(eq=False)
 class Job:
     """A waiting or running request.
@@ -63,7 +59,6 @@ class Worker(threading.Thread):
         super().__init__(name="decoding", daemon=True)
         self.engine, self.metrics, self.capacity = engine, metrics, queue + engine.batch
         self.failed: str | None = None  # the reason if decoding has stopped
-        self.is_lost: Callable[[], bool] = lambda: False  # whether a process of the engine has died
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
@@ -100,13 +95,6 @@ class Worker(threading.Thread):
         self._stopped = True
         self.close()
 
-    def stop_if_lost(self) -> None:
-        """Refuse all jobs if a process of the engine has died, as the thread may wait for it forever."""
-        if self.is_lost() and not self.failed:
-            self.failed = f"{SHUTTING_DOWN}: another rank of this server has died"
-            self._refuse_all(Refusal(503, self.failed))
-            self.stop()
-
     @property
     def running(self) -> int:
         """Number of jobs in the engine."""
@@ -126,8 +114,6 @@ class Worker(threading.Thread):
                 try:
                     self._run_step()
                     failures = 0
-                except EngineLost:
-                    raise
                 except Exception as e:  # a bug: refuse the current jobs, continue with later ones
                     traceback.print_exc()
                     failures += 1
@@ -135,8 +121,6 @@ class Worker(threading.Thread):
                         self.failed = f"decoding has failed {failures} times in a row; see the server's log"
                         log_stderr(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
-        except EngineLost as e:  # torchrun ends this process
-            self.failed = f"{SHUTTING_DOWN}: {e}"
         except Exception as e:  # not even removing a request works: the device has failed
             self.failed = f"decoding cannot go on ({first_line(e)}); see the server's log"
             log_stderr(f"error: {self.failed}")

@@ -21,11 +21,11 @@ def shards(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Sh
 
 @pytest.mark.parametrize("args, count, scheme, words", [
     (ARGS, 4, None, "4 ranks: 3 key/value heads for 6 query heads can be sharded over at most 3 ranks, or "),
-    (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: an MLP of 4 inner values, in units of 2"),
+    (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: 4 inner, in units of 2, cannot be sharded"),
     (ARGS, 2, Scheme("int4", 32, None), None),
     (replace(ARGS, head_dim=8), 2, Scheme("w4a8", 32, None),
-     "2 ranks: w4a8 has groups of 32 inputs, but rank 0 would have inputs 0 to 16 of attention's output"),
-    (replace(ARGS, vocab_size=2), 3, None, "and 2 tokens cannot be sharded over these ranks"),
+     "2 ranks: w4a8 has groups of 32 inputs, but rank 0 would have queries 0 to 16"),
+    (replace(ARGS, vocab_size=2), 3, None, "2 tokens, in units of 1, cannot be sharded over these ranks"),
 ])
 def test_what_cannot_be_sharded_is_refused_with_the_numbers(args, count, scheme, words):
     if words is None:
