@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import torch
 from torch import Tensor
 
@@ -198,8 +199,6 @@ def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
 
 def _names(arch: str, family: Family) -> dict[str, str]:
     """Return llama.cpp's names of a family's tensors, with layer 0: theirs -> ours, with {i} and {e}."""
-    import gguf
-
     if head := HEADS.get(arch):
         return _names(head.family, family) | head.names
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)

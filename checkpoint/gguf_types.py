@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import NVFP4, dequantize
 from torch import Tensor
 
 from kernels.stored import Kind
@@ -46,8 +48,6 @@ def _exponent(blocks: Tensor) -> Found:
 
 
 def _e4m3(blocks: Tensor) -> Found:
-    from gguf.quants import NVFP4
-
     return torch.from_numpy(NVFP4.ue4m3_to_fp32(blocks[:, :4].numpy())).float()[:, None], None
 
 
@@ -125,9 +125,6 @@ def read_stored(kind, data: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
 
     kind: gguf's type. data: writable, and left as it is.
     """
-    from gguf import GGML_QUANT_SIZES
-    from gguf.quants import dequantize
-
     blocks, rows = torch.from_numpy(data).view(-1, GGML_QUANT_SIZES[kind][1]), (len(data), -1)
     _, read_scales, head, tail = TYPES[kind.name]
     if kind.name in FAST:

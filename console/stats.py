@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from collections import Counter
 
 import torch
@@ -40,5 +39,4 @@ def peak_memory(device: torch.device) -> int:
     """Return peak memory in bytes: of the CUDA allocator, or the resident set size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

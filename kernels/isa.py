@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,9 +53,6 @@ SETS = {  # best first
 AMD, INTEL, OTHER = "AMD", "INTEL", "OTHER"
 VENDORS = {"AuthenticAMD": AMD, "GenuineIntel": INTEL}
 
-# Features of aarch64 by macOS's names.
-SYSCTL = {"neon": "asimd", "arm.FEAT_DotProd": "asimddp", "arm.FEAT_BF16": "bf16", "arm.FEAT_I8MM": "i8mm"}
-
 
 @cache
 def cpuinfo(*names: str) -> str:
@@ -69,21 +64,8 @@ def cpuinfo(*names: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
-@cache
-def _sysctl() -> frozenset[str]:
-    """Return this processor's features by macOS's sysctl."""
-    try:
-        command = ["/usr/sbin/sysctl", "hw.optional"]
-        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(line[len("hw.optional.") : -len(": 1")] for line in lines if line.endswith(": 1"))
-
-
 def features() -> frozenset[str]:
     """Return this processor's features by their names in /proc/cpuinfo; empty if unknown."""
-    if sys.platform == "darwin":
-        return frozenset(SYSCTL[name] for name in SYSCTL.keys() & _sysctl())
     return frozenset(cpuinfo("flags", "Features").split())
 
 
