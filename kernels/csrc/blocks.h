@@ -87,6 +87,7 @@ class Prefetcher {
  public:
   Prefetcher(const char* block, int64_t size, int64_t tile, int64_t tiles)
       : at(block + size / tiles * tile), part(64 / tiles) {}
+  void share(int64_t count) { part /= count; }  // the current block is read `count` times
   template <uint64_t BYTES, bool MEMORY_BOUND = false>  // BYTES: read by a step from p on
   void step(const char* p = nullptr) {
     if constexpr (MEMORY_BOUND && HARDWARE_PREFETCH) return;

@@ -168,12 +168,13 @@ struct Sixes : Nibbles {  // -32..31: low bits as nibbles, then two high bits of
   }
 };
 
-// Add the products of R rounded rows over the steps from p to `end` to the sums. Integer sums are exact in any order.
-template <class Columns, int R>
+// Add the products of R rows of a tile of ALL rounded rows over the steps from p to `end` to the sums. Integer sums are
+// exact in any order.
+template <class Columns, int ALL, int R>
 inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                       Ints (&sum)[R][VECTORS]) {
   constexpr bool MEMORY_BOUND = R <= MEMORY_BOUND_ROWS && std::is_same_v<Columns, Bytes> && BYTES_PER_WORD == 4;
-  for (; p < end; p += Columns::BYTES, value += R) {
+  for (; p < end; p += Columns::BYTES, value += ALL) {
     Words columns[VECTORS];
     next.step<Columns::BYTES, MEMORY_BOUND>(p);
     Columns::unpack(p, 0, columns);
@@ -187,17 +188,18 @@ template <class Columns> constexpr bool IN_SHORTS = false;
 template <class Columns> constexpr bool IN_SHORTS = !std::is_same_v<Columns, Bytes>;
 // `sum_steps` for unsigned values, in 16 bits as long as they fit; times a factor for each column. With 6 bits sums
 // `start` at what was added to the values, and may overflow until the last.
-template <class Columns, int R>
+template <class Columns, int ALL, int R>
 inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, const uint32_t*& start,
                           Prefetcher& next, const Ints (&factor)[VECTORS], Ints (&sum)[R][VECTORS]) {
   while (p < end) {
     Words shorts[R][VECTORS] = {};
     if constexpr (std::is_same_v<Columns, Sixes>)
 #pragma GCC unroll 12
-      for (int r = 0; r < R; r++, start++)
-        for (int v = 0; v < VECTORS; v++) shorts[r][v] = broadcast(*start);
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) shorts[r][v] = broadcast(start[r]);
+    start += ALL;
 #pragma GCC unroll 1  // unrolled it would need too many registers
-    for (const char* part = p + Columns::SHORT_SUMS * Columns::BYTES; p < part; p += Columns::BYTES, value += R) {
+    for (const char* part = p + Columns::SHORT_SUMS * Columns::BYTES; p < part; p += Columns::BYTES, value += ALL) {
       Words columns[VECTORS];
       next.step<Columns::BYTES>();
       Columns::unpack(p, 0, columns);
@@ -214,7 +216,7 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
 
 #ifdef BYTES_BY_TWOS
 // `sum_steps` for pairs of rows, columns and steps; leaves the last step of an odd number.
-template <class Columns, int R>
+template <class Columns, int ALL, int R>
 inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                         Ints (&sum)[R][VECTORS]) {
   constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
@@ -222,11 +224,11 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
   static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4);
   Ints before[R][VECTORS], sums[TWOS][VECTORS][2] = {};
   std::memcpy(before, sum, sizeof before);
-  for (; end - p >= 2 * Columns::BYTES; p += 2 * Columns::BYTES, value += 2 * R) {
+  for (; end - p >= 2 * Columns::BYTES; p += 2 * Columns::BYTES, value += 2 * ALL) {
     Words rows[TWOS], words[VECTORS], more[VECTORS];
     next.step<Columns::BYTES>(), next.step<Columns::BYTES>();
 #pragma GCC unroll 3
-    for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + R + first(i));
+    for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + ALL + first(i));
     Columns::unpack(p, 0, words), Columns::unpack(p + Columns::BYTES, 0, more);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
@@ -280,7 +282,7 @@ class Scales {
   }
 
  private:
-  const int64_t unit;
+  int64_t unit;
   const char* at;
   int64_t left = 0;
 };
@@ -312,49 +314,61 @@ inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
 }
 
 // `block_product` for a tile of rounded rows. Sums within a group are exact; groups are added in order. S: `Scales`.
+//
+// With codes, sums of parts, of groups and minima of many rows exceed the registers. So a group is multiplied by
+// AT_ONCE rows of the tile, then, from L1, by the next ones.
 template <class Columns, int R, class S>
 [[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Prefetcher next,
                                        float* sums) {
   constexpr bool SCALED = !std::is_same_v<S, Unscaled>;
+  constexpr int AT_ONCE = !S::CODED || ROWS <= 6 || R <= 4 ? R : R % 4 ? R / 2 : 4;
+  static_assert(R % AT_ONCE == 0);
   const Rounding how = Rounding::of(w);
-  const char* p = w.block(b);
   const int64_t K = w.steps * how.per_word, parts = how.parts(K), steps = how.part / how.per_word;
-  const uint32_t* value = x.words_of(tile, K, how);
-  [[maybe_unused]] const uint32_t* start = x.starts_of(tile, K);
-  const float *scales = x.scales_of(tile, K, how), *total = x.totals_of(tile, K, how);
+  const int64_t parts_of_group = how.group / how.part, starts_of_part = how.part / Rounding::MIN_PART;
+  const float *scales = x.scales_of(tile, K, how), *totals = x.totals_of(tile, K, how);
   S of_columns(w, b);
-  for (int64_t g = 0, part = 0; part < parts; g++) {
-    Ints sum[R][VECTORS] = {};
-    Floats less[R][VECTORS] = {};
-    for (const int64_t end = std::min(parts, part + how.group / how.part); part < end; part++, total += R) {
-      const char* to = p + std::min(steps, w.steps - part * steps) * Columns::BYTES;
-      if constexpr (SCALED) of_columns.next();
-      Ints of_part[R][VECTORS];
+  next.share(R / AT_ONCE);
+  for (int64_t g = 0, first_part = 0; first_part < parts; g++, first_part += parts_of_group) {
+    [[maybe_unused]] const S of_group = of_columns;
+    for (int first = 0; first < R; first += AT_ONCE) {
+      const char* p = w.block(b) + first_part * steps * Columns::BYTES;
+      const uint32_t* value = x.words_of(tile, K, how) + first_part * steps * R + first;
+      [[maybe_unused]] const uint32_t* start = x.starts_of(tile, K) + first_part * starts_of_part * R + first;
+      const float* total = totals + first_part * R + first;
+      Ints sum[AT_ONCE][VECTORS] = {};
+      Floats less[AT_ONCE][VECTORS] = {};
+      if constexpr (AT_ONCE < R) of_columns = of_group;
+      for (int64_t part = first_part; part < std::min(parts, first_part + parts_of_group); part++, total += R) {
+        const char* to = p + std::min(steps, w.steps - part * steps) * Columns::BYTES;
+        if constexpr (SCALED) of_columns.next();
+        Ints of_part[AT_ONCE][VECTORS];
 #pragma GCC unroll 12
-      for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) of_part[r][v] = Ints{} + int32_t(total[r]) * -Columns::ADDED;
+        for (int r = 0; r < AT_ONCE; r++)
+          for (int v = 0; v < VECTORS; v++) of_part[r][v] = Ints{} + int32_t(total[r]) * -Columns::ADDED;
 #ifdef BYTES_BY_TWOS
-      if constexpr (R > 1) sum_by_twos<Columns, R>(p, to, value, next, of_part);
+        if constexpr (AT_ONCE > 1) sum_by_twos<Columns, R>(p, to, value, next, of_part);
 #endif
 #ifdef SUMS_IN_SHORTS
-      if constexpr (IN_SHORTS<Columns>) sum_in_shorts<Columns, R>(p, to, value, start, next, of_columns.code, sum);
+        if constexpr (IN_SHORTS<Columns>) sum_in_shorts<Columns, R>(p, to, value, start, next, of_columns.code, sum);
 #endif
-      if constexpr (!IN_SHORTS<Columns>) sum_steps<Columns, R>(p, to, value, next, of_part);
+        if constexpr (!IN_SHORTS<Columns>) sum_steps<Columns, R>(p, to, value, next, of_part);
 #pragma GCC unroll 12
-      for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) {
-          if constexpr (S::CODED) of_part[r][v] *= of_columns.code[v];
-          if constexpr (!IN_SHORTS<Columns> || std::is_same_v<Columns, Nibbles>) sum[r][v] += of_part[r][v];
-          if constexpr (S::MINIMA) less[r][v] = fma(broadcast(total[r]), of_columns.minimum_code[v], less[r][v]);
-        }
-    }
+        for (int r = 0; r < AT_ONCE; r++)
+          for (int v = 0; v < VECTORS; v++) {
+            if constexpr (S::CODED) of_part[r][v] *= of_columns.code[v];
+            if constexpr (!IN_SHORTS<Columns> || std::is_same_v<Columns, Nibbles>) sum[r][v] += of_part[r][v];
+            if constexpr (S::MINIMA) less[r][v] = fma(broadcast(total[r]), of_columns.minimum_code[v], less[r][v]);
+          }
+      }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const Floats of_row = broadcast(scales[g * R + r]);
+      for (int r = 0; r < AT_ONCE; r++) {
+        const Floats of_row = broadcast(scales[g * R + first + r]);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) {
-        float* to = sums + r * BLOCK + v * LANES;
-        store(to, of_columns.add(sum[r][v], less[r][v], of_row, v, g ? load<Floats>(to) : Floats{}));
+        for (int v = 0; v < VECTORS; v++) {
+          float* to = sums + (first + r) * BLOCK + v * LANES;
+          store(to, of_columns.add(sum[r][v], less[r][v], of_row, v, g ? load<Floats>(to) : Floats{}));
+        }
       }
     }
   }
