@@ -1,4 +1,4 @@
-"""Training of draft heads: text, target states, losses, loop, model card.
+"""Training of draft heads: data, target features, losses, training loop, model card.
 
 `training.session` runs it for `train.py`.
 """

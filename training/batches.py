@@ -1,4 +1,4 @@
-"""Batches: which rows are computed together, and the tensors that the losses read."""
+"""Batches of rows, and the tensors that the losses read."""
 from __future__ import annotations
 
 import math
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tree import gather_tokens
 
-ROWS_PER_BUCKET = 512  # rows that are sorted by length together
+ROWS_PER_BUCKET = 512  # rows are sorted by length within a bucket
 
 
 def batches(rows: list[dict], budget: int, generator: torch.Generator | None = None) -> list[list[int]]:
@@ -17,7 +17,7 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
     Returns indices into `rows`. The order is random with a generator, else shortest first.
     """
     order, bucket = list(range(len(rows))), max(1, len(rows))
-    if generator is not None:  # sorted within a bucket only, so that every epoch groups differently
+    if generator is not None:  # sort within buckets only, so that batches differ between epochs
         order, bucket = torch.randperm(len(rows), generator=generator).tolist(), ROWS_PER_BUCKET
     groups = []
     for i in range(0, len(order), bucket):
@@ -34,30 +34,29 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
 
 
 class Batch:
-    """Rows padded to one length, and the predictions in them that are scored.
+    """Rows padded to one length, and indices of the predictions that have a loss.
 
-    `tokens` [B, T]; `positions` [B, R] are those that the head drafts from. Position j pairs the feature of
-    token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is drafted from
-    b-1 (the next token, the first root, is the target's) to e-3.
-
-    `starts` [B, C] are the positions that chains start from: `positions` or, with `seeds`, a sample of them.
-    `chains` counts the chains that reach each step; they come first.
-
-    `index` [M] lists the scored predictions in [steps, B, C] flattened, `step` [M] the step of each. `scored`
-    counts them by step; `valid` counts all predictions that exist. Positions of an answer are consecutive, so
-    step i of a chain from `positions[p]` learns from the target's logits at `positions[p + i]`:
-    `teacher_index` [M] are those indices in [B, R] flattened.
+    - tokens [B, T]
+    - positions [B, R]: positions that the head drafts from. Position j pairs the feature of token j with
+      token j+1; draft step i predicts token j+2+i. For an answer ids[b:e] they are b-1 ... e-3
+    - starts [B, C]: positions that chains start from: `positions` or, with `seeds`, a sample of them
+    - chains: number of chains that reach each draft step; they come first
+    - index [M]: predictions with a loss, as indices into [steps, B, C] flattened
+    - step [M]: draft step of each of them
+    - scored, valid: number of predictions with a loss, and of all, by draft step
+    - teacher_index [M]: the target's logits for each prediction, as indices into [B, R] flattened. Positions
+      of an answer are consecutive, so step i of a chain from positions[p] uses those at positions[p + i]
     """
 
     def __init__(
         self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device, *, sampled: float = 1.0,
         retention: float = 1.0, seeds: list[int] | None = None,
     ):
-        """in_draft [V]: True for ids that the head drafts.
+        """in_draft [V]: True for ids of the draft vocabulary.
 
         sampled: fraction of the positions that chains start from. retention: fraction of the chains of a
-        draft step that reach the next (COD sampling of P-EAGLE, arXiv 2602.01469). seeds: of the samples, one
-        per row; None runs all chains to their ends.
+        draft step that reach the next (COD sampling of P-EAGLE, arXiv 2602.01469). seeds: of this sampling,
+        one per row; None: all chains run to their ends.
         """
         B, T = len(rows), max(len(row["ids"]) for row in rows)
         spans = [[torch.arange(b - 1, e - 2) for b, e in row["answers"]] for row in rows]

@@ -1,4 +1,4 @@
-"""The target's states on the training text, computed when needed and cached in memory."""
+"""Target features of the training data, computed on demand and cached in memory."""
 from __future__ import annotations
 
 import copy
@@ -18,18 +18,18 @@ from model import Embedding, Linear, Transformer
 
 
 class TargetStates(NamedTuple):
-    """States that a target computes on rows [B, T], or on one row [n]. Ignore those of padding."""
+    """Hidden states of the target on rows [B, T], or on one row [n]. Those of padding are undefined."""
 
-    features: Tensor  # the streams entering the auxiliary layers, side by side [..., F]
-    normed: Tensor  # the last state after the final norm [..., H]
+    features: Tensor  # inputs of the auxiliary layers, concatenated [..., F]
+    normed: Tensor  # last hidden state after the final norm [..., H]
 
 
 class Features:
-    """The target's states on rows, cached in memory.
+    """Computes and caches the target's hidden states of rows.
 
-    Rows are not batched, so that a resumed run reads the same features. cache_bytes: memory for
-    the cache. dtype: of the cached states, read_dtype: of what `read` returns (both default to the target's).
-    identity: of the target (`checkpoint.folder`).
+    Rows are not batched, so that a resumed run reads the same features. cache_bytes: size of the cache.
+    dtype: of the cached states. read_dtype: of the result of `read`. Both default to the target's. identity:
+    of the target (`checkpoint.folder`).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Features:
 
 
 def training_copy(target: Transformer) -> Transformer:
-    """Return the target in float32 if this CPU multiplies float32 faster than bfloat16, else the target.
+    """Return the target, or a float32 copy if this CPU multiplies float32 faster than bfloat16.
 
     That holds for processors without bfloat16 instructions, and for Intel's with AVX512-BF16 but no AMX.
     """
@@ -85,7 +85,7 @@ def training_copy(target: Transformer) -> Transformer:
 
 
 def without_layers(target: Transformer) -> Transformer:
-    """Return a target's embedding, final norm and lm_head, dequantized: what heads read and learn from."""
+    """Return the target without its layers: embedding, final norm and lm_head, dequantized."""
     ends, dtype = copy.copy(target), target.embed.dtype
     ends._modules = target._modules | {"layers": nn.ModuleList()}
     for name, layer in (("embed", target.embed), ("lm_head", target.lm_head)):

@@ -1,4 +1,4 @@
-"""The log of a run, its progress bar, and the model card."""
+"""Training log, progress bar and model card."""
 from __future__ import annotations
 
 import json
@@ -16,17 +16,18 @@ from common.writing import write_text, writing
 
 
 def chain_tau(accuracy: list[float]) -> float:
-    """Return the tokens per step of a greedy chain whose draft step i is right with probability accuracy[i]:
-    1 + the sum of their running products.
+    """Return the acceptance length of a greedy chain: 1 plus the sum of cumulative products.
+
+    accuracy[i]: top-1 accuracy of draft step i.
     """
     return 1.0 + sum(accumulate(accuracy, operator.mul))
 
 
 class TrainingLog:
-    """A progress bar, and WORK/log.jsonl.
+    """Progress bar, and WORK/log.jsonl.
 
     Entries after `step`, the step of the saved state, are dropped. Keys of a step: step, loss, accuracy,
-    norm, lr. Keys of a validation: step, epoch, held_out (accuracies), and tau if an answer was decoded.
+    norm, lr. Keys of a validation: step, epoch, held_out (accuracies), and tau if it was measured.
     """
 
     def __init__(self, folder: Path, step: int, total: int):
@@ -40,7 +41,7 @@ class TrainingLog:
         self.start_time, self.tokens = time.time(), 0
 
     def advance(self, tokens: int, progress: float) -> None:
-        """Count `tokens` tokens of this rank, and move the bar to `progress` (see `Trainer._progress`)."""
+        """Add `tokens` tokens of this rank, and move the bar to `progress` (see `Trainer._progress`)."""
         self.tokens += tokens
         self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.start_time)
@@ -77,7 +78,7 @@ def describe_validation(validation: dict) -> str:
 
 
 def read_log(path: Path) -> list[dict]:
-    """Return the entries of a log, without a last line that a kill cut off."""
+    """Return the entries of a log, without an incomplete last line."""
     entries = []
     for line in read_text(path).splitlines() if path.exists() else ():
         try:
@@ -90,7 +91,7 @@ def read_log(path: Path) -> list[dict]:
 def write_card(folder: Path, *, title: str, facts: list[str], command: str, log: list[dict]) -> None:
     """Write the model card FOLDER/README.md.
 
-    facts: about the head, its text and its training, a line each. command: that trained the head.
+    facts: lines about the head, its data and its training. command: the training command.
     """
     validated = [describe_validation(e) for e in log if "held_out" in e][-1:]
     write_text(folder / "README.md", "\n".join([

@@ -1,8 +1,7 @@
-"""One run of `train.py`: collect the text, train a head on it, write the head.
+"""A run of `train.py`: generate the data, train a head on it, write the head.
 
-The same command resumes a run that was stopped or killed. WORK is OUT-work:
-WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.jsonl its log, WORK/seconds the
-time that runs took.
+The same command resumes an interrupted run. Files in WORK, which is OUT-work: data/ has the training data,
+state.pt the training state, log.jsonl the metrics, seconds the time used so far.
 """
 from __future__ import annotations
 
@@ -48,15 +47,15 @@ from training.trainer import STATE, Plan, Trainer, check_same, read_state, state
 from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
-MAX_TEXT_FRACTION = 0.5  # of what is left of --minutes when a run starts, for writing text
+MAX_DATA_FRACTION = 0.5  # of the time left when a run with --minutes starts, for data generation
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
-SECONDS = "seconds"  # file in the work folder: seconds that all runs took, which count toward --minutes
-LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
+SECONDS = "seconds"  # file in WORK: seconds used by all runs, which count toward --minutes
+LOW_TAU = 1.8  # acceptance length below which a warning is printed
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
-class _TimeIsUp(BaseException):
+class _Timeout(BaseException):
     """Raised on timeout. Not an Exception, so that handlers of compiler errors do not catch it."""
 
 
@@ -64,13 +63,13 @@ class _TimeIsUp(BaseException):
 def time_limit(seconds: float, message: str) -> Iterator[None]:
     """Raise InputError, in the main thread, if the context takes longer."""
     def stop(*_) -> None:
-        raise _TimeIsUp
+        raise _Timeout
 
     old = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except _TimeIsUp:
+    except _Timeout:
         raise InputError(message) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -78,23 +77,24 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
 
 
 class Session:
-    """A run with the options `o` of `train.py`.
+    """A run with the options `o` of `train.py`. Times are in `time.monotonic`.
 
-    command: the command line, for the model card. started: `time.monotonic` when the command started.
-    start_time: `started` minus the seconds that earlier runs used; --minutes counts from it.
-    text_end: deadline of the text, in `time.monotonic`. after_text: seconds of --minutes beyond it.
-
-    `collect` sets `rows`, the training set (see `training.data`), `held_out`, the validation set, and
-    `draft_ids`, the draft vocabulary.
+    - command: the command line, for the model card
+    - started: when the command started
+    - start_time: `started` minus the seconds used by earlier runs; --minutes counts from it
+    - data_deadline: when data generation must end
+    - after_data: seconds of --minutes after that
+    - rows, held_out: training and validation set (see `training.data`), set by `collect`
+    - draft_ids: draft vocabulary, set by `collect`
     """
 
     def __init__(self, o: argparse.Namespace, command: list[str], started: float):
-        """Check the options and the files that they name, without loading a model. Raises InputError."""
+        """Check the options and their files without loading a model. Raises InputError."""
         self.o, self.command = o, command
         self.out, self.work = Path(o.out), Path(o.out.rstrip("/") + "-work")
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
-            raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
-                             " written; choose another folder or delete them")
+            raise InputError(f"--out {o.out}: holds files that are not of a run with state in {self.work};"
+                             " choose another folder or delete them")
         o.head = {name: getattr(o, name) for name in HEAD_OPTIONS}
         self.plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         state, earlier = read_state(self.work), 0.0
@@ -110,10 +110,11 @@ class Session:
             earlier = max(earlier, float(text))
         self.start_time = started - earlier
         left = 60 * o.minutes - earlier if o.minutes else math.inf
-        self.text_end, self.after_text = started + left * MAX_TEXT_FRACTION, left * (1 - MAX_TEXT_FRACTION)
+        self.data_deadline = started + left * MAX_DATA_FRACTION
+        self.after_data = left * (1 - MAX_DATA_FRACTION)
         prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
-        self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
+        self.prompts = [prompts[i] for i in order]  # so that any run uses prompts from all parts of the file
         self.openings = read_openings(o.openings) if o.openings else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         if o.start:
@@ -128,7 +129,7 @@ class Session:
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def run(self, processes: ProcessGroup, device: str) -> None:
-        """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
+        """Load the target, generate data, train, write the head. Raises InputError and OSError."""
         self.processes, self.device = processes, device
         try:
             self._run()
@@ -148,8 +149,8 @@ class Session:
                 log_stderr(describe(*plan))
             elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        late = f"--minutes {o.minutes:g}: too few to load the model and compile its kernels; raise it"
-        left = max(self.text_end - time.monotonic(), 1e-3)
+        late = f"--minutes {o.minutes:g}: too short to load the model and compile its kernels; raise it"
+        left = max(self.data_deadline - time.monotonic(), 1e-3)
         with time_limit(left, late) if o.minutes else contextlib.nullcontext():
             self.load()
         self.collect()
@@ -174,7 +175,7 @@ class Session:
         on_cpu = torch.device(device).type == "cpu"
         backend = choose_backend("cpu", log=log_stderr) if on_cpu else TORCH_BACKEND
         self.compiled = not on_cpu or backend is not TORCH_BACKEND
-        # Training needs unpacked weights. States of a quantized target are computed by its kernels instead.
+        # Training needs unpacked weights. Features of a quantized target are computed by its kernels instead.
         self.identity, self.decoding = identity(self.target), self.target
         self.separate = ranks is not None or bool(self.config.get("quantization", {}).get("mode"))
         if ranks:
@@ -185,15 +186,15 @@ class Session:
             self.decoding = copy.deepcopy(self.target)
         backend.prepare(self.decoding)
 
-    # -- collect ---------------------------------------------------------------------------------------------
+    # -- data ------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Write and read the text, split it, and choose the draft vocabulary."""
+        """Generate and read the data, split it, and choose the draft vocabulary."""
         o, vocab_size = self.o, self.target.args.vocab_size
         self.held_out, self.rows = data.hold_out(self._rows())
         if not self.rows:
-            raise InputError("fewer than two different prompts with usable answers: one is held out,"
-                             f" none is left to train on{'; raise --minutes' * bool(o.minutes)}")
+            raise InputError("fewer than two different prompts with usable answers: one is held out, none"
+                             f" is left to train on{'; raise --minutes' * bool(o.minutes)}")
         if self.start and not o.draft_vocab:
             self.draft_ids = self.start.draft_ids.cpu()
         elif "draft_vocab" in TRAINED[o.kind].options:
@@ -203,12 +204,12 @@ class Session:
             self.draft_ids = torch.arange(vocab_size)
         sources = ", ".join(f"{name} {n:,}" for name, n in Counter(r["source"] for r in self.rows).items())
         tokens = sum(end - begin for row in self.rows for begin, end in row["answers"])
-        self.report = (f"{len(self.rows):,} conversations ({sources}) with {tokens:,} tokens in answers,"
+        self.report = (f"{len(self.rows):,} conversations ({sources}) with {tokens:,} answer tokens,"
                        f" {len(self.held_out)} more held out")
         log_stderr(self.report)
 
     def _rows(self) -> list[dict]:
-        """Write the missing text and read it. Raises InputError if there are no usable answers."""
+        """Generate missing conversations and read all. Raises InputError if there are no usable answers."""
         o, args = self.o, self.target.args
         lines = data.read_shards(self.shards, args.vocab_size, self.identity)
         if self.prompts or o.synthesize:
@@ -216,34 +217,34 @@ class Session:
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
             asked = len(collector.planned)
-            rest = min(self.training_seconds, self.after_text)
-            collector.write(0.0 if self.resumed else self.text_end, rest)
+            rest = min(self.training_seconds, self.after_data)
+            collector.write(0.0 if self.resumed else self.data_deadline, rest)
             if self.resumed and (written := len(collector.planned)) < asked:
                 if not written:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
-                                     " another --out, or delete it and the file seconds beside it")
-                log_stderr(f"resuming with the {written:,} conversations that are written, of {asked:,}")
+                                     " another --out, or delete it and the file seconds next to it")
+                log_stderr(f"resuming with {written:,} finished conversations of {asked:,}")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
-        for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
-            log_stderr(f"left out: {counted(count, 'conversation')} {reason}")
+        for reason, count in left_out.most_common(9):  # a template may give a different reason each time
+            log_stderr(f"skipped {counted(count, 'conversation')}: {reason}")
         if not rows:
-            late = f", or were not written in the time for text of --minutes {o.minutes:g}: raise it"
-            raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
-                             f" after --max-len {o.max_len}{late if o.minutes else ''}")
+            late = f", or --minutes {o.minutes:g} ended before they were generated: raise it"
+            raise InputError(f"no usable answers: all have fewer than {data.MIN_ANSWER_TOKENS} tokens or are"
+                             f" beyond --max-len {o.max_len}{late if o.minutes else ''}")
         return rows
 
     def _collector(self) -> Collector:
-        """Return the collector that writes text with the target."""
+        """Return the collector that generates conversations with the target."""
         o, stop_ids, target = self.o, self.config["stop_ids"], self.decoding
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
-            raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
+            raise InputError(f"{o.checkpoint}: conversations need a tokenizer with a chat template")
         batch = o.decode_batch
         engine = Engine(
             target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
             compile=self.compiled, log=log_stderr,
-            # Each size would be compiled.
+            # Every batch size would be compiled.
             batch_sizes=(batch,) if target.embed.device.type == "cuda" else None,
         )
         return Collector(
@@ -255,8 +256,8 @@ class Session:
     # -- train -----------------------------------------------------------------------------------------------
 
     def prepare(self) -> Trainer:
-        """Return a trainer of a new head, in the saved state of an earlier run if there is one."""
-        log_stderr("preparing the head and the target's states")
+        """Return the trainer of a new head, with the state of an earlier run restored if there is one."""
+        log_stderr("initializing the head; computing target features")
         o, learning = self.o, training_copy(self.target)
         longest = max(len(row["ids"]) for row in self.rows)
         mask_id = data.rarest_id(self.rows + self.held_out, learning.args.vocab_size)
@@ -280,12 +281,12 @@ class Session:
             log_stderr(f"resumed at step {trainer.step} of {trainer.total}")
         before = (time.monotonic() - self.start_time - trainer.seconds) * self.processes.is_main
         before = torch.tensor(before, device=objective.device)
-        self.processes.all_reduce([before])  # rank 0's value on all ranks: they stop at the same step
+        self.processes.all_reduce([before])  # rank 0's value on all ranks, so that they stop at the same step
         trainer.before = float(before)
         return trainer
 
     def _tau(self) -> Callable[[float, Head], float | None] | None:
-        """Return `acceptance_length` on held-out prompts that fit with an answer, None without any."""
+        """Return `acceptance_length` bound to the held-out prompts that fit, None if none does."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]

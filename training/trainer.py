@@ -24,8 +24,8 @@ from training.processes import ProcessGroup
 from training.report import TrainingLog
 
 STATE = "state.pt"  # in the work folder
-SCALE_ROWS = 16  # training texts that the scale of the features is estimated from
-TIMED_SCALE = 4, 64  # with --minutes instead of SCALE_ROWS: texts, and tokens of each
+SCALE_ROWS = 16  # rows that the scale of the features is estimated on
+TIMED_SCALE = 4, 64  # the same with --minutes: rows, and tokens of each
 WARMUP_FRACTION = 0.03  # fraction of steps with linear learning-rate warmup
 MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
@@ -88,7 +88,7 @@ def check_same(folder: Path, options: dict, state: dict) -> None:
         saved = options | state["options"]
         if differs := sorted(n for n in options.keys() - {"minutes"} if options[n] != saved[n]):
             raise InputError(f"{folder / STATE} was made with other settings or data ({', '.join(differs)});"
-                             " use another --out, or delete it and the file seconds beside it")
+                             " use another --out, or delete it and the file seconds next to it")
 
 
 class Trainer:
@@ -127,7 +127,7 @@ class Trainer:
         sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())
         count, length = TIMED_SCALE if self.plan.minutes else (SCALE_ROWS, None)
         sample = [{"ids": row["ids"][:length]} for row in sample[:count]]
-        states = self.features.read(progress_bar(sample, desc="target states", unit="row"))
+        states = self.features.read(progress_bar(sample, desc="target features", unit="row"))
         lengths = torch.tensor([len(row["ids"]) for row in sample])
         real = torch.arange(states.normed.shape[1]) < lengths[:, None]
         self.objective.learn_scale(states, real.to(self.objective.device))
@@ -205,7 +205,7 @@ class Trainer:
         self.saved, self.clock = time.time(), time.monotonic()
         if not self.step and self._left() < 0:
             raise InputError(f"--minutes {self.plan.minutes:g}: used up before the first step; raise it"
-                             " (the collected text is kept)")
+                             " (the generated data is kept)")
         if self.log and self.step < self.total <= self._progress():
             log_stderr(f"--minutes {self.plan.minutes:g}: used up; raise it to continue training")
         try:
@@ -226,7 +226,7 @@ class Trainer:
 
     @property
     def _epoch_is_done(self) -> bool:
-        """True after the last step of an epoch: a run that was stopped then has yet to validate it."""
+        """True after the last step of an epoch, before its validation."""
         return self.epoch_step == len(self.batches[self.epoch])
 
     def _run_epoch(self) -> None:
@@ -274,7 +274,7 @@ class Trainer:
         self.processes.barrier()
 
     def _held_out_accuracy(self) -> list[float]:
-        """Return the top-1 accuracy against the target on held-out text, by draft step."""
+        """Return the top-1 accuracy against the target on the validation set, by draft step."""
         steps = self.objective.steps
         hits = valid = torch.zeros(steps, dtype=torch.float64)
         for indices in batches(self.held_out, min(MICRO_BATCH_TOKENS, self.plan.batch_tokens)):

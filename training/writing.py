@@ -1,9 +1,8 @@
-"""Write the training text: the target answers prompts, or writes user turns and answers them.
+"""Generate the training data: the target answers prompts, or generates user turns and answers them.
 
-Conversations are decoded in a batch. Each is appended to a file of this rank when it ends. The file is named
-by a digest of target and settings, a conversation by a digest of its inputs: only a run with the same
-prompts, settings and target finds it. Seeds depend on the conversation, not on the rank: conversations are
-sharded over the ranks, and a later run writes those that a killed run did not finish.
+Conversations are decoded in a batch. When one ends, it is appended to the rank's file. The file name has a
+digest of target and settings, and each conversation a digest of its inputs, so that a resumed run generates
+only what is missing. Seeds depend on the conversation, not on the rank.
 """
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ from training.processes import ProcessGroup
 from training.report import read_log
 
 MAX_USER_TOKENS = 96  # of a synthesized user turn
-FIRST_BATCH = 4  # with a deadline: conversations to start with, and to add for each that has ended
-REFUSED = "refused by the chat template ({})"
+FIRST_BATCH = 4  # with a deadline: conversations started at first, and for each one that has ended
+REFUSED = "rejected by the chat template ({})"
 
 
-# Yields a prompt and its sampling, and receives the finished request. Returns rows (see `training.data`), and
-# the reason if there are none.
+# Yields a prompt and its sampling options, and receives the finished request. Returns rows (see
+# `training.data`), and the reason if there are none.
 Conversation = Generator[tuple[list[int], Sampling], Request, tuple[list[dict], str]]
 
 
 class Collector:
-    """Plans conversations (`from_prompts`, `synthesize`) and writes the missing ones.
+    """Plans conversations (`from_prompts`, `synthesize`) and generates the missing ones (`write`).
 
-    target: its `checkpoint.folder.identity`. `planned` maps the digest of each conversation of this run, in
-    order, to a function that starts it.
+    target: its `checkpoint.folder.identity`. planned: digest of each conversation, in order, and the function
+    that starts it.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Collector:
     def from_prompts(self, prompts: list[list[dict]]) -> None:
         """Plan answers to the user messages of conversations, which may start with a system message.
 
-        A conversation ends when its text no longer fits in `max_prompt_tokens`.
+        A conversation ends when its next prompt exceeds `max_prompt_tokens`.
         """
         for messages in prompts:
             system = [m for m in messages if m["role"] == "system"]
@@ -69,13 +68,13 @@ class Collector:
             self._plan(["prompts", messages], self._converse, "prompts", json.dumps(messages), system, turns)
 
     def synthesize(self, count: int, openings: tuple[str, ...] = ()) -> None:
-        """Plan `count` conversations of one turn in which the model writes both parts.
+        """Plan `count` conversations of one turn, whose user turn is generated too.
 
         User turns start with `openings`, in turn. Raises InputError if the chat template has no header for
         the user's turn.
         """
         if count and not self.user_header():
-            raise InputError("--synthesize: the chat template puts nothing before a user's turn")
+            raise InputError("--synthesize: the chat template has no header of a user turn; use --prompts")
         for i in range(count):
             opening = openings[i % len(openings)] if openings else ""
             made_of = ["synthesized", i, 1, opening]
@@ -89,10 +88,9 @@ class Collector:
     def _converse(
         self, source: str, name: int | str, chat: list[dict], turns: list[str | None], opening: str = ""
     ) -> Conversation:
-        """Answer the user's turns one by one, after the messages of `chat`.
+        """Answer the user turns in order, after the messages of `chat`.
 
-        The target writes a turn that is None, starting with `opening`. source, name: distinguish the seeds of
-        conversations.
+        A turn that is None is generated, starting with `opening`. source, name: make the seed unique.
         """
         rows, row, left_out = [], None, ""
         for i, turn in enumerate(turns):
@@ -100,12 +98,12 @@ class Collector:
                 if turn is None:
                     turn = yield from self._user_turn(opening, seed_of(self.seed, "user", i, name))
                 if not turn:
-                    left_out = "with an empty prompt or one without an end"
+                    left_out = "empty or unfinished user turn"
                     break
                 chat = [*chat, {"role": "user", "content": turn}]
                 prompt = self._short(self.tokenizer.chat(chat))
             except PromptTooLong:
-                left_out = f"longer than --max-prompt-tokens {self.max_prompt_tokens}"
+                left_out = f"prompt longer than --max-prompt-tokens {self.max_prompt_tokens}"
                 break
             except InputError as e:
                 left_out = REFUSED.format(e)
@@ -119,14 +117,14 @@ class Collector:
         return rows, left_out
 
     def _user_turn(self, start: str, seed: int) -> Generator[tuple, Request, str]:
-        """Let the target write a user's turn that starts with `start`. Return "" if it did not end."""
+        """Generate a user turn that starts with `start`. Return "" if it did not end."""
         header = self._short(self.user_header() + self.tokenizer.encode(start, bos=False))
-        # Temperature 0.8 gives text as good as 1.0 with top-p, without sorting the vocabulary at every step.
+        # As good as temperature 1 with top-p, without sorting the vocabulary at every step.
         written = yield header, Sampling(MAX_USER_TOKENS, temperature=0.8, seed=seed)
         turn = start + self.tokenizer.decode(written.ids)
         if (end := self.user_end()) and end in turn:
             return turn.split(end, 1)[0].strip()
-        return turn.strip() if written.finish == "stop" else ""  # a cut turn is no question
+        return turn.strip() if written.finish == "stop" else ""  # drop a truncated turn
 
     def _short(self, prompt: list[int]) -> list[int]:
         """Return the prompt. Raises PromptTooLong."""
@@ -135,18 +133,18 @@ class Collector:
         return prompt
 
     def _two_turns(self) -> Iterator[list[int]]:
-        """Return the token ids of two different turns of a user."""
+        """Return the token ids of two different user turns."""
         return (self.tokenizer.chat([{"role": "user", "content": text}]) for text in ("Apple", "zebra"))
 
     def user_header(self) -> list[int]:
-        """Return the token ids before the text of a user's turn: the prefix of two different turns."""
+        """Return the token ids before the content of a user turn: the common prefix of two turns."""
         a, b = self._two_turns()
         return a[: common_prefix(a, b)]
 
     def user_end(self) -> str:
-        """Return the text between the user's turn and the assistant's, such as " ASSISTANT:".
+        """Return the text between a user turn and the answer, such as " ASSISTANT:".
 
-        It is "" if a stop id ends the user's turn.
+        It is "" if a stop id ends the user turn.
         """
         a, b = (ids[::-1] for ids in self._two_turns())
         ids = a[: common_prefix(a, b)][::-1]
@@ -160,12 +158,11 @@ class Collector:
         return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
     def write(self, deadline: float = math.inf, training_seconds: float = 0.0) -> None:
-        """Write this rank's shard of the missing conversations, until `deadline` (`time.monotonic`).
+        """Generate this rank's shard of the missing conversations, until `deadline` (`time.monotonic`).
 
-        Ranks that share the target decode all of them together, and rank 0 writes them.
-
-        At the deadline, running answers are cut. Conversations that are not in the files are removed from
-        `planned`. The progress bar shows the time left for text and training (`training_seconds`).
+        If the target is sharded, all ranks decode all of them, and rank 0 writes the file. At the deadline,
+        running answers are truncated, and conversations that have not started are removed from `planned`. The
+        progress bar shows the remaining time, training (`training_seconds`) included.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.is_main:
@@ -173,7 +170,7 @@ class Collector:
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.processes.barrier()
         known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
-        self.processes.barrier()  # all have read before any writes
+        self.processes.barrier()  # all ranks have read before any writes
         missing = [talk for talk in self.planned if talk not in known]
         together = self.processes.target_ranks is not None
         mine = missing if together else self.processes.shard(missing)
@@ -182,7 +179,7 @@ class Collector:
         live: dict[Request, tuple[str, Conversation]] = {}
         tokens, began, batch = 0, time.monotonic(), self.engine.batch
         form = "{desc} |{bar:12}| {n_fmt}/{total_fmt} conversations [{elapsed}{postfix}]"
-        with progress_bar(total=len(mine), desc="text", bar_format=form) as bar, open(path, "a") as file:
+        with progress_bar(total=len(mine), desc="data", bar_format=form) as bar, open(path, "a") as file:
 
             def advance(talk: str, steps: Conversation, answer: Request | None = None) -> None:
                 """Admit the next request of a conversation, or write the finished conversation."""
@@ -215,7 +212,7 @@ class Collector:
                 if time.monotonic() >= deadline:
                     break
                 advance(talk, self.planned[talk]())
-                # With a deadline start few: a smaller batch ends its first conversations earlier.
+                # With a deadline start with few: a smaller batch finishes its first conversations earlier.
                 most = FIRST_BATCH * (1 + bar.n) if deadline < math.inf else batch
                 while (not self.engine.free or len(live) >= most) and time.monotonic() < deadline:
                     step()
@@ -230,7 +227,7 @@ class Collector:
             self.planned = {talk: steps for talk, steps in self.planned.items() if talk in known}
 
     def _lines(self, talk: str, rows: list[dict], left_out: str) -> str:
-        """Return a conversation as lines of a file. The last one is marked."""
+        """Format a conversation as lines of a shard. The last one is marked."""
         rows = rows or [{"ids": [], "left_out": left_out}]
         marked = [row | {"target": self.target, "talk": talk} for row in rows]
         marked[-1]["ended"] = True
@@ -242,6 +239,6 @@ class Collector:
         found = read_shards(self.files, vocab_size, self.target)
         lines = sorted((x for x in found if x.talk in order), key=lambda line: order[line.talk])
         if order.keys() - {line.talk for line in lines if line.ended}:
-            raise InputError(f"{self.folder}: conversations that another process has written are not here;"
-                             " --out must lie on a disk that all machines share")
+            raise InputError(f"{self.folder}: conversations of other processes are missing; --out must be on"
+                             " a disk that all machines share")
         return lines

@@ -124,7 +124,7 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monk
     first, again = (line for line in error.splitlines() if " conversations (" in line)
     assert all(f"{source} " in first for source in ("prompts", "synthesized"))
     assert first.split(" ")[0] == again.split(" ")[0]  # the same text, read back
-    for words in "left out: 1 conversation refused by the chat template (", "1 conversation with an empty":
+    for words in "skipped 1 conversation: rejected by the chat template (", "1 conversation: empty":
         assert words in error, error
 
 
@@ -197,7 +197,7 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
             time.sleep(60)
 
     monkeypatch.setattr(session, "load_model", load)
-    monkeypatch.setattr(session, "MAX_TEXT_FRACTION", 0.01)
+    monkeypatch.setattr(session, "MAX_DATA_FRACTION", 0.01)
     assert train.main(options(golden, prompt_file, tmp_path / "slow", minutes=1)) == 1
     assert "--minutes 1: too few to load the model and compile its kernels; raise it" in last_line(capsys)
     assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
@@ -218,8 +218,9 @@ def test_each_phase_prints_a_line_before_its_work(golden, prompt_file, tmp_path,
         monkeypatch.setattr(owner, name, watched)
 
     phases = {
-        "load_model": (session, "loading "), "step": (Engine, "text |"), "new_head": (session, "preparing "),
-        "read": (Features, "target states:"), "gradients": (trainer.Trainer, "training |"),
+        "load_model": (session, "loading "), "step": (Engine, "data |"),
+        "new_head": (session, "initializing "),
+        "read": (Features, "target features:"), "gradients": (trainer.Trainer, "training |"),
         "_held_out_accuracy": (trainer.Trainer, "validating |"),
     }
     for name, (owner, _) in phases.items():

@@ -57,7 +57,7 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
     _, left_out = data.training_rows(c.read(320), 200)
     assert left_out == {
-        "longer than --max-prompt-tokens 100": 1, "with an empty prompt or one without an end": 1,
+        "prompt longer than --max-prompt-tokens 100": 1, "empty or unfinished user turn": 1,
     }
     row = max(rows, key=lambda r: len(r["answers"]))
     plain = Engine(c.engine.target, compile=False, max_seq_len=200, stop_ids=[ord("\n")])
