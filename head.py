@@ -1,4 +1,4 @@
-"""Draft heads of EAGLE-1/2 and EAGLE-3 as published, and the interface of all draft heads. Definitions only.
+"""Draft heads of EAGLE-1/2 and EAGLE-3 as published, and the interface of all draft heads.
 
 Other heads subclass these in `networks/` (`extensions.HEADS`).
 """

@@ -1,4 +1,4 @@
-"""Dense LLaMA and Qwen2/3 decoders, with a static KV cache. Definitions only.
+"""Dense LLaMA and Qwen2/3 decoders, with a static KV cache.
 
 Other families subclass `ModelArgs`, `TargetBlock` and `Transformer` (`extensions.TARGETS`).
 

@@ -87,7 +87,7 @@ class Family:
     values of config keys that a config may leave out, where they differ from LLaMA's. stacks: see
     `checkpoint.dense: parts_of`. renamed: other keys of the config.
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
-    interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
+    interleaved: see `_split_experts`. hybrid: most layers are Gated DeltaNet; `checkpoint.hybrid` reorders
     their tensors. neighbors: rotary pairs are neighboring channels.
     local_unscaled: RoPE scaling is of layers without a sliding window. mtp: an MTP layer is read, as of all
     hybrids. read(path, config): returns the config without what `model_fields` does not know, and further

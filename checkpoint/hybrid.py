@@ -1,4 +1,4 @@
-"""Configs and tensors of Qwen3-Next, Qwen3.5 and later, as published: gated delta nets and gated attention.
+"""Configs and tensors of Qwen3-Next, Qwen3.5 and later, as published: Gated DeltaNet and gated attention.
 
 Sources: transformers' modeling files, llama.cpp's conversion/qwen.py.
 """
@@ -37,7 +37,7 @@ HYBRID: NameTable = {  # the names that `rearranged` gives to tensors
 
 
 def delta_rows(a: ModelArgs) -> tuple[int, ...]:
-    """Return the rows of q, k and v together, z, b and a of a gated delta net."""
+    """Return the rows of q, k and v together, z, b and a of a Gated DeltaNet layer."""
     return a.delta_width, a.delta_heads * a.delta_value_dim, a.delta_heads, a.delta_heads
 
 

@@ -50,7 +50,7 @@ def mamba_fields(path: Path, config: RecordedConfig) -> tuple[dict, dict]:
 
 
 def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with rows in the order of a delta net: C, B, x, the gate, the steps.
+    """Return the tensors with rows in the order of a DeltaNet layer: C, B, x, the gate, the steps.
 
     Published: the gate, x, B, C, the steps.
     """

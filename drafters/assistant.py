@@ -1,4 +1,4 @@
-"""Drafting with an assistant of Gemma 4, which reads the target's caches and has none."""
+"""Draft with a Gemma 4 assistant, which attends to the target's KV cache and has none of its own."""
 from __future__ import annotations
 
 import torch
@@ -28,7 +28,7 @@ class AssistantDrafter(HeadDrafter):
         pass
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Run over the root, with the feature that it was drawn from."""
+        """Run over the root, with the feature that it was sampled from."""
         features, self.length = self.own_features(state.features), state.length[:, None]
         self.committed = slots < self.length[..., None]
         last = self.head.fuse(gather_tokens(features, last_unread(state, features.shape[1])))

@@ -1,5 +1,4 @@
-"""--speculate auto: the best head in the checkpoint's folder, or a smaller model, joined with prompt lookup.
-"""
+"""--speculate auto: the best head in the checkpoint's folder, or a draft model, joined with prompt lookup."""
 from __future__ import annotations
 
 import contextlib
@@ -19,8 +18,7 @@ PRIORITY = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "m
 
 
 def available_heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield method and folder of each head in a target's folder; with `draft`, of the methods it may be for.
-    """
+    """Yield method and folder of each head in a target's folder; draft: yield the methods that it may fit."""
     for name in PRIORITY:
         folder = Path(draft or checkpoint / METHODS[name].draft)
         if (folder / CONFIG).is_file():
@@ -41,7 +39,7 @@ def find_draft_model(checkpoint: Path) -> Path | None:
     """
     vocabulary, found = read_config(checkpoint, "target")["vocab_size"], []
     for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
-        with contextlib.suppress(InputError, OSError):  # of another program, or damaged
+        with contextlib.suppress(InputError, OSError):  # not a converted model, or damaged
             folder, other = config.parent, read_config(config.parent, "target")
             near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
             small = 0 < size(folder) <= MAX_DRAFT_SIZE * size(checkpoint)
@@ -52,7 +50,7 @@ def find_draft_model(checkpoint: Path) -> Path | None:
 
 def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
     """Resolve "auto": prompt lookup, joined with the head of --draft, a head in the target's folder, or a
-    smaller model next to it.
+    draft model next to it.
 
     log: receives a line about the choice. Raises InputError if --draft is not a head.
     """

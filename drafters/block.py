@@ -1,4 +1,4 @@
-"""Drafters that draft all levels of a tree in one pass: P-EAGLE, DFlash, DSpark; base of PARD's.
+"""Drafters that draft all levels of a tree in one pass: P-EAGLE, DFlash, DSpark. `drafters.pard` extends it.
 
 P-EAGLE: arXiv 2602.01469, vllm-project/vllm#32887. DFlash: arXiv 2602.06036, a block of mask tokens that
 attends to the target's features; `--tree n+1,n-1,1` is the paper's chain, other trees are DDTree's (arXiv
@@ -35,7 +35,7 @@ class OnePassDrafter(NetworkDrafter):
 
     @property
     def block_rows(self) -> int:
-        """Mask tokens of a pass."""
+        """Number of mask tokens in a pass."""
         return self.shape.max_commit - 2
 
     @property
@@ -67,7 +67,7 @@ class OnePassDrafter(NetworkDrafter):
     def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor, before=None) -> Tensor:
         """Return the lm_head's inputs of all levels [B, L, H].
 
-        W: rows before the mask tokens. before: see `BlockHead.forward`. Other arguments: see
+        W: tokens before the mask tokens. before: see `BlockHead.forward`. Other arguments: see
         `Transformer.forward`.
         """
         raise NotImplementedError
@@ -166,7 +166,7 @@ def block_drafter(head: Head) -> type[BlockDrafter] | None:
 
 
 def build(setup: DrafterSetup) -> BlockDrafter:
-    """Load the head. Raises InputError for an unfit head, and for a static or too deep tree."""
+    """Load the head. Raises InputError if it does not fit, or the tree is static or too deep."""
     tree = setup.tree
     if not isinstance(tree, TreeShape):
         raise InputError(f"--speculate {setup.method}: needs --tree T,D,K; a chain of n tokens is"
@@ -180,8 +180,8 @@ def build(setup: DrafterSetup) -> BlockDrafter:
 
 
 def full_depth_tree(usual: TreeShape, levels: int) -> TreeShape:
-    """Return the default tree of a drafter with cheap levels: the usual number of nodes, all levels, and up
-    to 12 expanded nodes a level.
+    """Return the default tree of a one-pass drafter: the usual number of nodes, all levels, and up to 12
+    expanded nodes per level.
     """
     depth, width = min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12)
     return TreeShape(min(usual.nodes, 1 + width + depth * width**2), depth, width)

@@ -31,7 +31,7 @@ class DraftModel(NetworkDrafter):
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
         if model.is_recurrent:  # its state cannot be rolled back after rejected drafts
-            raise InputError("--draft: models with gated delta nets cannot draft for another model yet")
+            raise InputError("--draft: models with Gated DeltaNet layers cannot draft for another model yet")
         self.model = model
 
     @property

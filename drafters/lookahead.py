@@ -42,7 +42,7 @@ class Lookahead(StaticDrafter):
         shape = PathTree((*ngrams, *cells[1:]))  # without the root
         super().__init__(shape)
         self.vocab_size, self.columns, self.ngram_rows, self.guesses = vocab_size, columns, rows, guesses
-        # Where each drafted node's token stands in the n-grams followed by the window; nodes of the last row.
+        # Index of each drafted node's token in the n-grams followed by the window; nodes of the last row.
         source, place = {path: i for i, path in enumerate(ngrams + cells)}, shape.paths.index
         newest = [place(path) + 1 for path in cells[-columns:]]
         register_constants(self, source=[source[path] for path in shape.paths], newest=newest)

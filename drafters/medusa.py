@@ -168,7 +168,7 @@ def published_tree() -> PathTree:
 def build(setup: DrafterSetup) -> MultiToken:
     """Load the heads for a static tree: --tree FILE, the published one, or one of the default size.
 
-    Raises InputError for unfit heads or an unfit tree.
+    Raises InputError if heads or tree do not fit.
     """
     tree, usual = setup.options.tree, setup.default_tree
     if not (tree in (None, "paper") or isinstance(tree, PathTree)):

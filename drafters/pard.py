@@ -1,8 +1,8 @@
-"""Draft models: one token a pass, or all levels of a tree in one pass (PARD).
+"""Draft models: one level of the tree per pass, or all levels in one pass (PARD).
 
 PARD (arXiv 2504.18583): a small model of the target's vocabulary that was trained to predict later tokens
 from mask tokens after the root. Its config.json names the mask token: `pard_token`. PARD-2 (arXiv 2605.08632)
-also reads the target's features of the token before each; mask tokens have those of the last known one.
+also reads the target's features of the previous token; mask tokens get the last known features.
 """
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Pard2Drafter(Pard):
         self.aux_layers = tuple(i + depth + 1 if i < 0 else i for i in a.feature_layers)
         if a.feature_size != len(self.aux_layers) * target.args.hidden_size or not (
                 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= depth):
-            raise InputError(f"--draft: reads features of {a.feature_size} numbers from layers"
-                             f" {list(a.feature_layers)}; the target has {depth} layers of"
-                             f" {target.args.hidden_size}; leave it out, or use its own target")
+            raise InputError(f"--draft: the draft model reads features of size {a.feature_size} from layers"
+                             f" {list(a.feature_layers)}; the target has {depth} layers of size"
+                             f" {target.args.hidden_size}; use another draft model or target")
         self.normed = target.args.hidden_size * (self.aux_layers[-1] == depth)
         self.norm = (target.norm,)  # in a tuple: not its own
 
@@ -69,7 +69,7 @@ class Pard2Drafter(Pard):
         self.register_buffer("last", last, persistent=False)
 
     def _keep(self, last: Tensor, active: Tensor) -> None:
-        """Set `last` of the sequences in `active` [B]; frozen ones do not change."""
+        """Update `last` of active sequences [B]."""
         self.last.copy_(torch.where(active[:, None], last, self.last))
 
     def own_features(self, features: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What can draft for a model without a head: published heads, a smaller model, a head of your own."""
+"""Advice for a target without a head: published heads, a draft model, training a head."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ HEADS = {
 }
 
 
-# Small models of families by a part of their models' names, the first that fits, with their weights.
+# Part of a target's name -> small model of the same family and its number of weights; first match wins.
 SIBLINGS = {
     "qwen2.5-coder": ("Qwen/Qwen2.5-Coder-0.5B-Instruct", 0.5e9),
     "qwen2": ("Qwen/Qwen2.5-0.5B-Instruct", 0.5e9),
@@ -38,8 +38,8 @@ SIBLINGS = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135e9),
     "olmo-2": ("allenai/OLMo-2-0425-1B-Instruct", 1.5e9),
 }
-# Bytes of a draft model / of the target, for `auto`. On two cores with AVX2 a 0.5B beside lookup gained for a
-# 1.5B in w8a8 (0.28), and lost in w4a8 (0.40): docs/benchmarks.md.
+# For `auto`: maximum bytes of a draft model / bytes of the target. On two cores with AVX2, a 0.5B with lookup
+# made a 1.5B faster in w8a8 (0.28) and slower in w4a8 (0.40): docs/benchmarks.md.
 MAX_DRAFT_SIZE = 1 / 3
 OPENINGS = Path(__file__).parents[1] / "heads" / "openings.txt"
 
@@ -47,21 +47,21 @@ OPENINGS = Path(__file__).parents[1] / "heads" / "openings.txt"
 def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     """Yield a line for each way to a drafter for a target. config: its config.json."""
     if names := HEADS.get((config["num_layers"], config["hidden_size"], config["vocab_size"])):
-        yield "  a published head of this shape, if it was trained for this model:"
+        yield "  a published head for this shape, if it was trained for this model:"
         yield from (f"    {program('convert')} --checkpoint {head} --target {quote(str(checkpoint))}"
                     for head in names)
     else:
-        yield "  a published head: none is known for a model of this shape"
+        yield "  a published head: none known for this shape"
     name, size = str(config.get("name", checkpoint.name)).lower(), weights(config, 0)[0]
     small = next((model for part, model in SIBLINGS.items() if part in name), None)
     if small and small[1] <= MAX_DRAFT_SIZE * size:
-        yield f"  a smaller model of the same family: --draft {small[0]}"
+        yield f"  a draft model of the same family: --draft {small[0]}"
     else:
-        yield ("  a smaller model: none of a third of its size is known;"
-               " --draft takes any with the same vocabulary")
+        yield ("  a draft model: none known of at most a third of its size;"
+               " --draft takes any model with the same vocabulary")
     openings = OPENINGS.relative_to(Path.cwd()) if OPENINGS.is_relative_to(Path.cwd()) else OPENINGS
     flops = measured_flops(Runtime().device_name)
     hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
-    yield (f"  your own head, trained in about {hours:.1f} hours on this machine: {program('train')}"
+    yield (f"  train a head, about {hours:.1f} hours on this machine: {program('train')}"
            f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}"
            f" --openings {quote(str(openings))} --out {quote(f'runs/{checkpoint.name}')}")

@@ -21,9 +21,9 @@ from tree import Tree, depth_and_ancestors
 
 @dataclass(frozen=True)
 class TreeSize:
-    """A shape known only by its nodes and levels, such as that of a joint tree.
+    """A tree shape given only by its size, such as that of a joint tree.
 
-    They have `nodes` T, root included, on at most `levels` levels below the root.
+    nodes: T, root included. levels: maximum number of levels below the root.
     """
 
     nodes: int
@@ -42,7 +42,7 @@ class TreeSize:
 
     @property
     def name(self) -> str:
-        """The name in records."""
+        """The name in statistics."""
         return f"{self.nodes} nodes"
 
     def limited(self, nodes: int, levels: int) -> TreeSize:
@@ -105,7 +105,7 @@ class PathTree:
 
     @property
     def name(self) -> str:
-        """The name in records."""
+        """The name in statistics."""
         return f"{self.nodes} nodes"
 
     def limited(self, nodes: int, levels: int) -> TreeSize:
@@ -146,10 +146,10 @@ def chain_tree(lengths: tuple[int, ...]) -> PathTree:
 
 
 def expected_tree(nodes: int, levels: int) -> PathTree:
-    """Return the static tree of the nodes with the highest acceptance, root included.
+    """Return the static tree of the `nodes` nodes, root included, with the highest assumed acceptance.
 
-    Assumed acceptance of the top-1 child: 60 % at the first level, 10 % less at each further level. That of
-    a child of rank n: 0.25/n of that. Raises InputError if there is nothing to draft.
+    Assumed for the top-1 child: 0.6 at the first level, times 0.9 at each further level; for the child of
+    rank n: 0.25/n of that. Raises InputError if there is nothing to draft.
     """
     if nodes < 2 or levels < 1:
         raise InputError(f"tree: {nodes} nodes on {levels} levels draft nothing")

@@ -1,1 +1,1 @@
-"""Targets and features beyond dense LLaMA and Qwen: a file each, named in `extensions`. Definitions only."""
+"""Targets and features beyond dense LLaMA and Qwen: a file each, named in `extensions`."""

@@ -1,4 +1,4 @@
-"""Mixture-of-experts targets: Mixtral, Qwen3-MoE; mixtures of DeepSeek-V3's kind, for other families."""
+"""Mixture-of-experts targets: Mixtral, Qwen3-MoE; DeepSeek-V3 routing for other families."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class MixtureArgs(ModelArgs):
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP
     experts_per_token: whole(0, 10_000) = 0  # A
     renormalise_experts: Flag = True  # scale the weights of the A chosen experts to sum to 1
-    dense_size: whole(0, 2**22) = 0  # inner size of dense MLPs in other layers, or beside the experts
+    dense_size: whole(0, 2**22) = 0  # intermediate size of dense MLPs
     biases: Flag = False  # the router and the experts have biases (gpt-oss)
 
     def constraints(self) -> list[tuple[str, bool, str]]:
@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class SigmoidArgs(MixtureArgs):
-    """The shape of a target whose router scores each expert on its own."""
+    """The shape of a target with sigmoid routing."""
 
     dense_layers: whole(0, 10_000) = 0  # the first layers, with an MLP of `dense_size` in place of experts
     router_factor: number(above=0, high=1e6) = 1.0  # of the weights of experts
@@ -122,7 +122,7 @@ class SigmoidExperts(Experts):
 
 
 class SigmoidBlock(TargetBlock):
-    """A layer with such experts, or with a dense MLP."""
+    """A layer with sigmoid-routed experts, or with a dense MLP."""
 
     def __init__(self, args: SigmoidArgs, layer: int = 0):
         if layer < args.dense_layers:

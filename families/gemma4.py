@@ -1,4 +1,4 @@
-"""Gemma 4: two sizes of heads, keys and values shared by later layers, an input for each layer.
+"""Gemma 4: two head sizes, KV sharing between layers, per-layer embeddings.
 
 Layers with a sliding window (local) have heads of `head_dim`. The others (global) have heads of
 `global_head_dim`, and RoPE rotates only `global_pairs` pairs of them. The last `shared_kv_layers` layers have
@@ -29,10 +29,10 @@ class Gemma4Args(VariantArgs, MixtureArgs):
     global_head_dim: SmallSize = 1
     global_kv_heads: SmallSize = 1
     global_pairs: whole(0, 2**16) = 0  # pairs of a global head that RoPE rotates
-    shared_kv_layers: whole(0, 10_000) = 0  # the last layers, which have no keys and values
+    shared_kv_layers: whole(0, 10_000) = 0  # the last layers, which reuse the keys and values of earlier ones
     value_is_key: Flag = False  # of global layers: one projection, normed and not rotated for values
     wide_mlp: Flag = False  # layers without keys have an MLP of twice the width
-    layer_input_size: whole(0, 2**16) = 0  # of an embedding that each layer adds; 0: none
+    layer_input_size: whole(0, 2**16) = 0  # size of the per-layer embeddings; 0: none
 
     shardable = False
 
@@ -83,7 +83,7 @@ class ScaledExperts(Experts):
 
 
 class Gemma4Block(VariantBlock):
-    """A layer of Gemma 4. With experts, each with norms of its own, a dense MLP runs beside them.
+    """A layer of Gemma 4. With experts, a dense MLP runs in parallel, and both have their own norms.
 
     producer: the layer whose keys and values it reads, in a list, or []. produces: others read its own.
     """
@@ -161,7 +161,7 @@ class Gemma4Block(VariantBlock):
 class Gemma4(Variant):
     """A Gemma 4 target. newest_caches(): what `caches` returned last, for `networks.assistant`."""
 
-    Args, Layer, cpu_only_part = Gemma4Args, Gemma4Block, "models with two sizes of heads"
+    Args, Layer, cpu_only_part = Gemma4Args, Gemma4Block, "models with two head sizes"
 
     def __init__(self, args: Gemma4Args):
         super().__init__(args)

@@ -1,6 +1,6 @@
-"""Targets whose layers are mostly gated delta nets: Qwen3-Next, Qwen3.5 and later. Definitions only.
+"""Targets whose layers are mostly Gated DeltaNet: Qwen3-Next, Qwen3.5 and later.
 
-A delta net (arXiv 2412.06464) has a state S [dk, dv] per head. A token with key k, value v, query q,
+Gated DeltaNet (arXiv 2412.06464) has a state S [dk, dv] per head. A token with key k, value v, query q,
 decay a = exp(g) and step size b updates the state S of its parent:
 
     S' = a S + k u^T,  u = b (v - a S^T k),  output S'^T q
@@ -48,9 +48,9 @@ def boundary_of(position: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HybridArgs(MixtureArgs, PartialRotaryArgs):
-    """The shape of a target with delta nets: nv value heads of size dv, nk query and key heads of size dk."""
+    """Shape of a target with Gated DeltaNet: nv value heads of size dv, nk query and key heads of size dk."""
 
-    delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention
+    delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a DeltaNet layer, 0: gated attention
     delta_heads: whole(0, 2**16) = 0  # nv
     delta_key_heads: whole(0, 2**16) = 0  # nk
     delta_key_dim: whole(0, 2**16) = 0  # dk
@@ -65,7 +65,7 @@ class HybridArgs(MixtureArgs, PartialRotaryArgs):
 
     @property
     def delta_width(self) -> int:
-        """The width of q, k and v of a delta net, concatenated."""
+        """The width of q, k and v of a DeltaNet layer, concatenated."""
         return 2 * self.delta_key_heads * self.delta_key_dim + self.delta_heads * self.delta_value_dim
 
 
@@ -169,7 +169,7 @@ def read_state(state: Tensor, x: Tensor) -> Tensor:
 
 
 class DeltaBlock(HybridBlock):
-    """A layer with a gated delta net in place of attention. Tokens: the class of `path_tokens`."""
+    """A layer with Gated DeltaNet in place of attention. Tokens: the class of `path_tokens`."""
 
     Tokens = PathTokens
 
@@ -322,7 +322,7 @@ class DeltaCache(nn.Module):
     def attend(self, block: DeltaBlock, projected: Tensor, shared: PassInputs) -> Tensor:
         """Outputs of `w_in` [B, T, ...] -> the input of `wo` [B, T, nv*dv]."""
         if MAX_PASS_TOKENS < projected.shape[1] < self.inputs.shape[1]:  # GPTQ has a ring of all tokens
-            raise ValueError(f"a pass of {projected.shape[1]} tokens: at most {MAX_PASS_TOKENS} (delta nets)")
+            raise ValueError(f"a pass of {projected.shape[1]} tokens: at most {MAX_PASS_TOKENS} (DeltaNet)")
         paths = shared.cached("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
         out = (self.kernel or DeltaCache.outputs)(self, block, projected, paths)
         if block.skip is not None:
@@ -394,7 +394,7 @@ class DeltaCache(nn.Module):
 
 
 class DeltaCaches(KVCaches):
-    """The caches of all delta nets: views of buffers [layers, B, ...], by name."""
+    """The caches of all DeltaNet layers: views of buffers [layers, B, ...], by name."""
 
     def __init__(self, buffers: dict[str, Tensor], kernel: Callable | None):
         self.stacked, self.kernel = buffers, kernel
@@ -454,7 +454,7 @@ class DeltaCaches(KVCaches):
 
 
 class Hybrid(Transformer):
-    """A target with delta nets and, in some layers, gated attention."""
+    """A target with DeltaNet layers and, in some layers, gated attention."""
 
     Args, Layer = HybridArgs, HybridBlock
     is_recurrent = True
@@ -464,7 +464,7 @@ class Hybrid(Transformer):
         levels = shape.max_commit - 1
         if shape.nodes > MAX_PASS_TOKENS or levels > MAX_LEVELS:
             raise ValueError(
-                f"a tree of {shape.nodes} nodes on {levels} levels: a target with gated delta nets takes at"
+                f"a tree of {shape.nodes} nodes on {levels} levels: a target with Gated DeltaNet takes at"
                 f" most {MAX_PASS_TOKENS} nodes on {MAX_LEVELS} levels; draft a smaller one"
             )
 

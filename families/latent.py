@@ -1,4 +1,4 @@
-"""Multi-head latent attention (arXiv 2405.04434) with experts: GLM-4.7-Flash. Definitions only.
+"""Multi-head latent attention (arXiv 2405.04434) with experts: GLM-4.7-Flash.
 
 Queries, keys and values are computed from two small vectors of each token. Caches hold the keys and values of
 all heads, so passes are those of other models.

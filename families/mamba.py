@@ -1,6 +1,6 @@
-"""Mamba-2 layers (arXiv 2405.21060) beside attention: Granite 4 hybrid. Definitions only.
+"""Mamba-2 layers (arXiv 2405.21060) in a hybrid with attention: Granite 4 H.
 
-A Mamba-2 layer is a gated delta net (`families.hybrid`) without the correction of values: u = b v. Its keys
+A Mamba-2 layer is Gated DeltaNet (`families.hybrid`) without the correction of values: u = b v. Its keys
 are B, its queries C, its values x, its step sizes dt. So trees need no states, as there.
 """
 from __future__ import annotations

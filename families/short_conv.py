@@ -1,4 +1,4 @@
-"""Short convolutions beside attention: LFM2 and LFM2.5, dense and MoE. Definitions only.
+"""Short convolutions in a hybrid with attention: LFM2 and LFM2.5, dense and MoE.
 
 A convolution layer reads the last few tokens of each path only. Their inputs are in a cache by slot, as keys
 and values are, so a tree needs no state.

@@ -5,7 +5,7 @@ draft tree, never host values. torch.compile traces and CUDA graphs capture the 
 gloo on CPUs.
 
 Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
-outputs of these two are parts of a sum, so each layer has two sums over the ranks. A gated delta net is cut
+outputs of these two are parts of a sum, so each layer has two sums over the ranks. A DeltaNet layer is cut
 by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank sends the top-1 token
 of its shard. All else is replicated: norms, routers of experts, the embedding table, and, unless
 `Ranks.heads`, the drafter.
@@ -175,7 +175,7 @@ class Shard:
     """One rank's spans of a target, by what `SHARDED_DIMENSIONS` names.
 
     A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
-    hold the same one. Values of delta nets stay with the keys that they use.
+    hold the same one. Values of DeltaNet layers stay with the keys that they use.
     """
 
     spans: dict[str, Span]

@@ -1,7 +1,7 @@
-"""Gemma 4's assistants (`google/gemma-4-*-it-assistant`): heads without keys and values of their own.
+"""Gemma 4's assistants (`google/gemma-4-*-it-assistant`): heads without a KV cache.
 
-Their layers attend to the keys and values that the target's last layer of the same kind has cached. All
-queries are at the position of the root. Source: transformers' modeling_gemma4_assistant.py.
+Their layers attend to the KV cache of the target's last layer of the same kind. All queries are at the
+position of the root. Source: transformers' modeling_gemma4_assistant.py.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AssistantArgs(HeadArgs, Gemma4Args):
     """The shape of an assistant. Its vocabulary may be in clusters of equal size."""
 
     clusters: whole(0, 2**20) = 0  # 0: none
-    active_clusters: whole(0, 2**20) = 0  # whose tokens get a logit
+    active_clusters: whole(0, 2**20) = 0  # only their tokens get logits
 
     def constraints(self) -> list[tuple[str, bool, str]]:
         even = not self.clusters or self.vocab_size % self.clusters == 0
@@ -49,13 +49,13 @@ class AssistantBlock(Gemma4Block):
         super().__init__(replace(args, shared_kv_layers=args.num_layers), layer)
         self.window += self.window > 0  # transformers counts the distance from the last committed token
 
-    k_norm = property(lambda self: self.q_norm)  # of no keys
+    k_norm = property(lambda self: self.q_norm)  # unused: there are no keys
 
     def project(self, x: Tensor) -> Tensor:
         return self.wqkv(self.attn_norm(x))
 
     def attend(self, cache: KVCache, queries: Tensor, shared: PassInputs) -> Tensor:
-        """See `Block.attend`. It writes zeros to slots that none attends to and the next pass overwrites."""
+        """See `Block.attend`. Zeros are written to slots that are not attended to and later overwritten."""
         return cache.attend(self, F.pad(queries, (0, 2 * self.widths[1])), shared)
 
 

@@ -1,4 +1,4 @@
-"""Heads that draft a block in one pass: DFlash, DSpark, JetSpec. Definitions only.
+"""Heads that draft a block in one pass: DFlash, DSpark, JetSpec.
 
 DFlash: arXiv 2602.06036 (z-lab/dflash). DSpark: arXiv 2607.05147 (deepseek-ai/DeepSpec), a DFlash backbone
 with the heads in `networks.markov`. JetSpec (arXiv 2606.18394) is DFlash with a causal block.
@@ -24,7 +24,7 @@ class BlockArgs(MarkovArgs):
     block: whole(1, 256) = 8  # tokens of a block, anchor included
     from_anchor: Flag = False  # token j drafts position j+1 after the anchor; else position j
     causal: Flag = False  # causal attention within a block
-    windows_ahead: Flag = False  # layers with a sliding window see later tokens of their block, too
+    windows_ahead: Flag = False  # layers with a sliding window also attend to later tokens of the block
 
     @property
     def drafts(self) -> int:

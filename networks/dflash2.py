@@ -1,8 +1,8 @@
 """DFlash2 heads (inco.ai, z-lab/dflash): DFlash with convolutions within a block and a path selector.
 
-A convolution mixes each token of a block with those before it, by weights of each channel, to which the token
-adds some of each group of channels. The selector keeps the top K tokens of each level and scores pairs of
-adjacent ones. Definitions only.
+A causal convolution mixes the tokens of a block. Its weights are per channel, plus weights per group of
+channels that the token computes. The selector keeps the top K tokens of each level and scores pairs of
+adjacent tokens.
 """
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GroupedConvolution(nn.Module):
         self.w_kernel = Linear(args.hidden_size, 2 * self.taps * args.hidden_size // self.group, bias=False)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve x [B, T, H]. Returns the weights for `after`, too."""
+        """Convolve x [B, T, H]. Returns the result and the weights for `after`."""
         kernels = self.w_kernel(x).unflatten(-1, (2, self.taps, -1)).unbind(-3)
         return self._convolve(x, kernels[0], self.base[0]), kernels[1]
 

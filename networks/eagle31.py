@@ -1,4 +1,4 @@
-"""EAGLE-3 heads with the options of EAGLE-3.1, SpecForge, SGLang and speculators. Definitions only."""
+"""EAGLE-3 heads with the options of EAGLE-3.1, SpecForge, SGLang and speculators."""
 from __future__ import annotations
 
 from dataclasses import dataclass

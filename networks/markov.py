@@ -1,4 +1,4 @@
-"""The Markov head and the confidence head of DSpark (arXiv 2607.05147). Definitions only.
+"""The Markov head and the confidence head of DSpark (arXiv 2607.05147).
 
 Block heads predict several tokens independently. The Markov head adds low-rank bigram logits, conditioned on
 the previous token. The confidence head predicts acceptance. Formulas: deepseek-ai/DeepSpec markov_head.py,

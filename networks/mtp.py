@@ -1,4 +1,4 @@
-"""MTP layers of Qwen3-Next, Qwen3.5 and later, and of GLM-4.7-Flash, as draft heads. Definitions only."""
+"""MTP layers of Qwen3-Next, Qwen3.5 and later, and of GLM-4.7-Flash, as draft heads."""
 from __future__ import annotations
 
 from dataclasses import dataclass

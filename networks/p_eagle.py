@@ -1,4 +1,4 @@
-"""The head of P-EAGLE. Definitions only."""
+"""The head of P-EAGLE."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""PARD-2 draft models (arXiv 2605.08632), which add the target's features to their embeddings. Definitions
-only.
-"""
+"""PARD-2 draft models (arXiv 2605.08632): the target's features are added to the embeddings."""
 from __future__ import annotations
 
 from dataclasses import dataclass

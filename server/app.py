@@ -21,7 +21,7 @@ from server.protocol import ChatBody, CompletionBody, DetokenizeBody, Generation
 from server.replies import ChatReply, CompletionReply, Reply, TokenFormatter
 from server.responses import ResponsesBody, ResponsesReply
 from server.worker import SHUTTING_DOWN, Job, Worker
-from tokens.calls import BARE, form_of, shown_tags
+from tokens.calls import BARE, call_format, shown_tags
 from tokens.channels import has_channels, shown_channels
 from tokens.tokenizer import PromptTooLong, Tokenizer
 
@@ -66,7 +66,7 @@ class Server:
         channels = not body.is_forced and has_channels(tokenizer.template)
         form, shown = None, shown_channels(tokenizer.control) if channels else []
         if body.tools and not channels:
-            form = BARE if body.is_forced else form_of(tokenizer.tool_template)
+            form = BARE if body.is_forced else call_format(tokenizer.tool_template)
             shown = shown_tags(tokenizer.control) if form else []
         options = {"shown": shown, "continues": body.continues}
         jobs = self._jobs(body, [body.dicts], options, variables=body.variables)

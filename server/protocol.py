@@ -127,7 +127,7 @@ class ToolCall(Body):
 
 
 class Message(Body, extra="allow"):
-    """One message of a conversation, see `tokens.messages: ready`. Its other fields are for the template."""
+    """A chat message, see `tokens.messages: normalize`. Other fields are passed to the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any] | str] | None = None
@@ -286,7 +286,7 @@ class Conversation(Body):
         own = self.model_dump(include=VARIABLES, exclude_none=True)
         for key in own.keys() & self.chat_template_kwargs.keys() - {EFFORT}:
             if self.chat_template_kwargs[key] != own[key]:
-                raise ValueError(f"{key}: the body and chat_template_kwargs contradict one another")
+                raise ValueError(f"{key}: the body and chat_template_kwargs contradict each other")
         return own | self.chat_template_kwargs | ({"tools": tools} if tools else {})
 
     @property

@@ -11,7 +11,7 @@ from server.protocol import ChatBody, CompletionBody, Refusal
 from server.worker import Job
 from tokens.calls import CallStream
 from tokens.channels import ChannelStream
-from tokens.messages import words_of
+from tokens.messages import content_of
 from tokens.tokenizer import TextStream, Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces -inf in JSON, as in vLLM
@@ -187,7 +187,7 @@ class Reply:
 class ChatReply(Reply):
     """A chat completion.
 
-    form: tool-call format, see `form_of`; None: no tools. channels: the model writes Harmony channels, see
+    form: tool-call format, see `call_format`; None: no tools. channels: the model uses harmony channels, see
     `tokens.channels`.
     """
 
@@ -202,7 +202,7 @@ class ChatReply(Reply):
         # Characters of it that a stream has held back must not be sent when they come out later.
         self._held_back = [0] * len(self.jobs)
         if self.body.continues:
-            given = "" if channels else words_of(self.body.dicts[-1]["content"])["content"]
+            given = "" if channels else content_of(self.body.dicts[-1]["content"])["content"]
             self._held_back = [max(0, len(given) - len(s.push(given))) for s in self._streams]
         self._tool_call_jobs: set[int] = set()  # jobs that ended in tool calls
 
@@ -210,8 +210,8 @@ class ChatReply(Reply):
         text = self._strip_held_back(i, self._streams[i].push(job.request.text))
         rest, calls = self._finish(i)
         message = {"role": "assistant", "content": (text + rest) or (None if calls else ""), "refusal": None}
-        if thoughts := self._streams[i].thoughts():
-            message["reasoning_content"] = thoughts
+        if reasoning := self._streams[i].reasoning():
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         return {
@@ -231,11 +231,11 @@ class ChatReply(Reply):
         if finish:
             rest, calls = self._finish(i)
             text += rest
-        thoughts = self._streams[i].thoughts()
-        if text or thoughts or event.ids:
+        reasoning = self._streams[i].reasoning()
+        if text or reasoning or event.ids:
             logprobs = self._logprobs(event.ids, event.scores)
-            delta = {"reasoning_content": thoughts} if thoughts else {}
-            delta |= {"content": text} if text or not thoughts else {}
+            delta = {"reasoning_content": reasoning} if reasoning else {}
+            delta |= {"content": text} if text or not reasoning else {}
             part(delta, logprobs=logprobs, **self.speculation(event))
         if calls:
             part({"tool_calls": [{"index": n} | call for n, call in enumerate(calls)]})

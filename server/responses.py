@@ -167,11 +167,11 @@ class ResponsesReply(ChatReply):
             for status in "created", "in_progress":
                 found.append(self._event(f"response.{status}", response=self.response("in_progress")))
         text, calls = self._strip_held_back(i, self._streams[i].push(event.text)), []
-        thoughts = self._streams[i].thoughts()
+        reasoning = self._streams[i].reasoning()
         if event.finish:
             rest, calls = self._finish(i)
-            text, thoughts = text + rest, thoughts + self._streams[i].thoughts()
-        found += self._grow("reasoning", thoughts)
+            text, reasoning = text + rest, reasoning + self._streams[i].reasoning()
+        found += self._grow("reasoning", reasoning)
         # As in `whole`: without calls there is a message, even an empty one.
         has_message = any(item["type"] == "message" for item in self.items)
         found += self._grow("message", text, always=bool(event.finish and not calls and not has_message))

@@ -1,4 +1,4 @@
-"""Calls of functions in a model's text, in the forms that chat templates teach:
+"""Parse tool calls in a model's output. Formats:
 
     <tool_call>{"name": "f", "arguments": {...}}</tool_call>                     Qwen, Hermes
     <tool_call><function=f><parameter=p>text</parameter></function></tool_call>  Qwen3-Coder
@@ -7,11 +7,11 @@
     <TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>                     Nemotron
     <|tool_call|>[{"name": "f", "arguments": {...}}]<|/tool_call|>               Granite, Phi
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}                     DeepSeek
-    {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole text
+    {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole output
 
-JSON values may follow one another, or stand in a list or in a code fence. Thoughts, such as those
-between <think> and </think>, hold no calls. At the start of an answer, a call of a tool of the request counts
-without tags too: small models forget them.
+JSON may be a sequence of values, a list, or in a code fence. Reasoning, such as <think>...</think>, contains
+no calls. At the start of an answer a call of one of the request's tools is recognized without tags, which
+small models forget.
 """
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from collections.abc import Mapping
 
 from common.errors import InputError
 from tokens.messages import JSON, arguments_of
-from tokens.stops import begun
+from tokens.stops import partial_match
 
 FUNCTION = "<function="
-_THINK = "think", "thinking", "thought", "reasoning", "seed:think"
+_TAG_NAMES = "think", "thinking", "thought", "reasoning", "seed:think"
 # [THINK] is Mistral's, ◁think▷ Kimi's.
-THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in _THINK} | {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
+REASONING_TAGS = {f"<{name}>": f"</{name}>" for name in _TAG_NAMES}
+REASONING_TAGS |= {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 OPEN = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"}  # the schema does not list all properties
 BARE = ()  # calls without tags
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]", "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>", "</parameter>",
-        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *THOUGHT_TAGS, *THOUGHT_TAGS.values())
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *REASONING_TAGS, *REASONING_TAGS.values())
 
-# Newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}, older ones of DeepSeek
+# Newer Mistral models: [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}. Older DeepSeek models:
 # function<｜tool▁sep｜>f and the arguments in a code fence.
 _NEXT = re.compile(
     r"(?:[\s,;]|```(?:json)?|\[TOOL_CALLS\]|<｜tool▁calls?▁(?:begin|end)｜>)*"
     r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<keyed>[\w.-]+)\s*(?=<arg_key>|(?P<ends></tool_call>))|"
     r"(?P<old>function<｜tool▁sep｜>)?(?P<named>[\w.-]+)"
     r"(?(old)\s*```json|\s*(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>|(?={)))\s*)")
-# A value may hold closing tags. The one that counts stands before the next opening or closing tag. A model
-# may forget it: then the value ends at the next tag.
+# A value may contain closing tags: the one before the next opening or closing tag ends it. If the model
+# forgets it, the value ends at the next tag.
 _NO_PARAMETER = r"((?:(?!\n<parameter=).)*?)"
 _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for value in (
     rf"{_NO_PARAMETER}\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))",
@@ -53,35 +54,35 @@ _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for 
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
 _OBJECT = re.compile(r"\s*(?={)")
-_STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # of JSON: a text or a bracket
+_STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # a JSON string or bracket
 _END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
-_CLOSING = re.compile(  # with brackets too many
+_CLOSING = re.compile(  # may have extra brackets
     r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)")
-# May become calls without tags: JSON, in a list or a code fence or neither, whose first key is a call's.
+# Prefix of calls without tags: JSON, possibly in a list or code fence, whose first key is one of _KEYS.
 _BARE = re.compile(
     r"\s*(?:$|`{1,2}$|(?:```(?:json|jso|js|j)?\s*)?(?:$|\[?\s*(?:$|{\s*(?:$|(?P<key>\"[^\"]*\"?)))))")
 _KEYS = '"name"', '"function"', '"type"', '"id"', '"arguments"', '"parameters"'
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
-_LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
+_LENIENT = json.JSONDecoder(strict=False)  # also reads numbers that are not JSON
 
 
-def form_of(template: str | None) -> tuple[str, ...]:
-    """Return the tags that open a call for a model with this chat template, `BARE` if none does.
+def call_format(template: str | None) -> tuple[str, ...]:
+    """Return the tags that open a call with this chat template; `BARE`: calls have no tags.
 
-    Raises InputError if the template has no tools, or no known form of calls.
+    Raises InputError if the template has no tools, or an unknown format.
     """
     found = template if template and "tools" in template else ""
     tags = tuple(tag for tag in OPENS if tag in found)
     is_llama = '"parameters"' in found and ("ipython" in found or "python_tag" in found)
     if tags or is_llama:
         return tags or BARE
-    raise InputError("tools: this model's chat template defines no calls that are known here (those of Qwen,"
-                     " Llama 3, Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out")
+    raise InputError("tools: unknown tool call format in this model's chat template (known: Qwen, Llama 3,"
+                     " Mistral, Nemotron, Granite, GLM, DeepSeek); leave tools out")
 
 
 def shown_tags(control: Mapping[str, int]) -> list[int]:
-    """Return the ids of control tokens that a text with tools shows. control: text -> id."""
+    """Return the ids of control tokens to keep in text with tool calls. control: text -> id."""
     return [i for text, i in control.items() if _TAGS.fullmatch(text)]
 
 
@@ -90,7 +91,7 @@ def schema_of_calls(tools: Mapping[str, dict]) -> str:
     def call(n: int, name: str, parameters: dict) -> dict:
         # References count from the root.
         moved = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{n}/properties/arguments')
-        # A small model goes on inventing arguments for as long as it may.
+        # Otherwise small models keep inventing arguments.
         closed = {} if OPEN & parameters.keys() else {"additionalProperties": False}
         arguments = {"type": "object", **closed} | json.loads(moved)
         parts = {"name": {"const": name}, "arguments": arguments}
@@ -100,29 +101,29 @@ def schema_of_calls(tools: Mapping[str, dict]) -> str:
 
 
 class CallStream:
-    """Text in; out what certainly belongs to no call, as early as possible. The calls are known at the end.
+    """Separates tool calls from streamed text. Text is returned once it cannot be part of a call.
 
-    form: see `form_of`; None: there are no calls. tools: name -> schema of the parameters. prompt: its end,
-    which may open a thought.
+    form: see `call_format`; None: no tools. tools: name -> schema of the parameters. prompt: the end of the
+    prompt, which may open the reasoning.
     """
 
     def __init__(self, form: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, prompt: str = ""):
         self._form, self._tools = form, tools
-        self._held, self._opening = "", ""  # the tag that began what is held
-        # The tag that ends the thought.
-        self._close = next((end for tag, end in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag)), "")
-        # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
+        self._held, self._opening = "", ""  # held-back text, and the tag that opened it
+        # The tag that ends the reasoning.
+        self._close = next((end for tag, end in REASONING_TAGS.items() if prompt.rstrip().endswith(tag)), "")
+        # A reasoning tag inside a line may be quoted: unless it is closed, calls are parsed.
         self._line, self._certain = "", True
-        self._starts = form is not None  # the answer, or what follows a thought, has not begun
+        self._starts = form is not None  # the answer, or what follows a thought, has not partial_match
 
     def push(self, text: str) -> str:
-        """Return the text that certainly belongs to no call."""
+        """Add text. Returns the text that cannot be part of a call."""
         self._held += text
         certain = ""
         if self._may_be_bare():
             return certain
         while self._form and not self._opening:
-            tags = (self._close,) if self._close else tuple(THOUGHT_TAGS)
+            tags = (self._close,) if self._close else tuple(REASONING_TAGS)
             tags += () if self._close and self._certain else self._form
             if found := re.search("|".join(map(re.escape, tags)), self._held):
                 at = found.start()
@@ -133,9 +134,9 @@ class CallStream:
                     self._starts = True
                 else:
                     before = (self._line + self._held[:at]).rpartition("\n")[2]
-                    self._close, self._certain, at = THOUGHT_TAGS[found[0]], not before.strip(), found.end()
+                    self._close, self._certain, at = REASONING_TAGS[found[0]], not before.strip(), found.end()
             else:
-                at = len(self._held) - begun(self._held, tags)
+                at = len(self._held) - partial_match(self._held, tags)
             self._line = (self._line + self._held[:at]).rpartition("\n")[2]
             certain, self._held = certain + self._held[:at], self._held[at:]
             if not found or self._may_be_bare():
@@ -145,7 +146,7 @@ class CallStream:
         return certain
 
     def _may_be_bare(self) -> bool:
-        """Return whether an answer begins that may be calls without tags."""
+        """Return whether the held-back text starts an answer that may be calls without tags."""
         if not self._starts or not self._held or (self._close and self._form != BARE):
             return False
         found = _BARE.match(self._held)
@@ -154,12 +155,12 @@ class CallStream:
         self._form = None if self._form == BARE and not self._starts else self._form
         return self._starts
 
-    def thoughts(self) -> str:
-        """Return nothing: thoughts between tags are part of the text."""
+    def reasoning(self) -> str:
+        """Return nothing: reasoning between tags is part of the text."""
         return ""
 
     def finish(self) -> tuple[str, list[dict]]:
-        """Return the rest of the text, and the calls."""
+        """Return the remaining text and the calls."""
         rest, calls = "", []
         if self._may_be_bare():
             found, broken, end = _read(self._held, 0, self._tools)
@@ -171,13 +172,13 @@ class CallStream:
             self._starts = False
             rest = self.push("")
         while self._opening:
-            if self._close and self._close in self._held:  # it was a thought
+            if self._close and self._close in self._held:  # it was reasoning
                 end = self._held.index(self._close) + len(self._close)
                 rest += self._held[:end]
             else:
                 begin = 0 if self._opening == FUNCTION else len(self._opening)
                 found, broken, end = _read(self._held, begin, self._tools)
-                if not found and not broken:  # the tag is a word of the text
+                if not found and not broken:  # the tag is quoted text
                     end = len(self._opening)
                 rest += "".join(broken) if found else self._held[:end]
                 calls += found
@@ -189,14 +190,14 @@ class CallStream:
 
 
 def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], list[str], int]:
-    """Return the calls that follow in a text, the texts of broken ones among them, and where all of them end.
+    """Return the calls from index `at` on, the text of malformed ones, and the index where they end.
 
-    All that follows one without an end belongs to it: it may quote others.
+    An unterminated call extends to the end of the text: it may quote other calls.
     """
     calls: list[dict] = []
     broken: list[str] = []
     while found := _NEXT.match(text, at):
-        if found["ends"] and found["keyed"] not in tools:  # a word between tags
+        if found["ends"] and found["keyed"] not in tools:  # other text between tags
             break
         begin = at
         try:
@@ -205,7 +206,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], li
                 values, at = _tagged(text, found.end(), tools.get(name) or {})
             else:
                 at = _end_of(text, found.end())
-        except (ValueError, TypeError, RecursionError):  # TypeError: of a schema that is damaged
+        except (ValueError, TypeError, RecursionError):  # TypeError: malformed schema
             return calls, [*broken, text[begin:]], len(text)
         try:
             values = values if name else _LENIENT.decode(text[found.end() : at])
@@ -219,17 +220,17 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], li
 
 
 def _end_of(text: str, at: int) -> int:
-    """Return where the object or list that begins there ends. Raises ValueError if it does not."""
+    """Return the end of the object or list that starts at `at`. Raises ValueError if unterminated."""
     depth = 0
     for step in _STEP.finditer(text, at):
         depth += (step[0] in "{[") - (step[0] in "}]")
         if depth == 0:
             return step.end()
-    raise ValueError("an object without an end")
+    raise ValueError("unterminated object")
 
 
 def call_of(found: object, tools: Mapping[str, dict]) -> dict:
-    """Return a call as OpenAI has it. Raises ValueError if this is none."""
+    """Return a call in OpenAI's format. Raises ValueError if it is not a call."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
     if not isinstance(found, dict) or not isinstance(name := found.get("name", found.get("function")), str):
@@ -237,16 +238,16 @@ def call_of(found: object, tools: Mapping[str, dict]) -> dict:
     given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
     if not given or not isinstance(arguments := arguments_of(given[0]), dict):
         raise ValueError("no call")
-    json.dumps(found, ensure_ascii=False).encode()  # a ValueError if it holds half a character
+    json.dumps(found, ensure_ascii=False).encode()  # ValueError on a lone surrogate
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
-    # The templates of Mistral take ids of nine characters only.
+    # Mistral's templates require ids of nine characters.
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
-    """Return the arguments between tags, or in JSON, up to </function>, and where that ends.
+    """Return the arguments, between tags or in JSON, up to </function>, and the index after it.
 
-    schema: of the parameters. Raises ValueError if they do not end.
+    schema: of the parameters. Raises ValueError if unterminated.
     """
     arguments: dict[str, object] = {}
     if begin := _OBJECT.match(text, at):
@@ -258,15 +259,15 @@ def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
         arguments[name] = _value(found[2], _types(own, schema))
     end = _END.match(text, at)
     if not end:
-        raise ValueError("a function without an end")
+        raise ValueError("unterminated function")
     return arguments, end.end()
 
 
 def _value(text: str, types: set[str]) -> object:
-    """Return the value of one of these JSON types that a text stands for; the text if there is none."""
+    """Parse a text as a value of one of these JSON types. Returns the text if it is none."""
     for read in (JSON.decode, ast.literal_eval) if types - {"string"} else ():
         try:
-            value = JSON.decode(json.dumps(read(text.strip())))  # no sets, no keys but texts
+            value = JSON.decode(json.dumps(read(text.strip())))  # no sets, only string keys
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(value, float) and value.is_integer() and "number" not in types:
@@ -278,7 +279,7 @@ def _value(text: str, types: set[str]) -> object:
 
 
 def _types(schema: object, root: dict) -> set[str]:
-    """Return the JSON types that a schema names, itself or by reference into `root`. It may be damaged."""
+    """Return the JSON types that a schema allows. root: target of references. It may be malformed."""
     types: set[object] = set()
     parts, seen = [schema], set()
     while parts:

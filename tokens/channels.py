@@ -1,11 +1,10 @@
-"""Channels of a model's text, as OpenAI's harmony templates (gpt-oss) have them:
+"""Parse harmony channels (gpt-oss):
 
-    <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>words
+    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text
     <|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"p": 1}
 
-Messages in `final` are the text, and those to a function of the request are calls of it. All else is
-thoughts: `analysis`, and preambles in `commentary`. A text without channels, such as JSON of a schema, is all
-text.
+Messages in `final` are content, and those to a function of the request are tool calls. The rest is reasoning:
+`analysis`, and preambles in `commentary`. Output without channels, such as JSON of a schema, is content.
 """
 from __future__ import annotations
 
@@ -13,42 +12,42 @@ import re
 from collections.abc import Mapping
 
 from tokens.calls import call_of
-from tokens.stops import begun
+from tokens.stops import partial_match
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CHANNEL_TAGS = CHANNEL, MESSAGE, START, END, "<|constrain|>"
 _HEADERS = CHANNEL, START, "to="  # prefixes of headers
-_ENDS = END, START, CHANNEL  # of a message; a model may forget the first
+_ENDS = END, START, CHANNEL  # end of a message; a model may forget the first
 
 
 def has_channels(template: str | None) -> bool:
-    """Return whether a model with this chat template writes in channels."""
+    """Return whether the model of this chat template uses channels."""
     return CHANNEL in (template or "") and MESSAGE in (template or "")
 
 
 def shown_channels(control: Mapping[str, int]) -> list[int]:
-    """Return the ids of control tokens that a text in channels shows. control: text -> id."""
+    """Return the ids of control tokens to keep in text with channels. control: text -> id."""
     return [control[tag] for tag in CHANNEL_TAGS if tag in control]
 
 
 class ChannelStream:
-    """Text in; out the words of the final message, as early as possible. Thoughts stand apart.
+    """Separates content, reasoning and tool calls while the output streams.
 
-    tools: name -> schema of the parameters. prompt: its end, which may be in the midst of a message.
+    tools: name -> schema of the parameters. prompt: the end of the prompt, which may be inside a message.
     """
 
     def __init__(self, tools: Mapping[str, dict] = {}, prompt: str = ""):
-        self._tools, self._calls, self._thoughts = tools, [], ""
-        self._channel: str | None = None  # the channel of the message, or "to NAME"; None: its header is read
+        self._tools, self._calls, self._reasoning = tools, [], ""
+        self._channel: str | None = None  # of the current message, or "to NAME"; None: in a header
         self._held = prompt.rpartition(START)[2].removeprefix("assistant") if START in prompt else ""
 
     def push(self, text: str) -> str:
-        """Return the words that are certain."""
+        """Add text. Returns the content that is complete so far."""
         self._held += text
         words = ""
         while self._held and self._begin():
             ends = [at for tag in _ENDS if (at := self._held.find(tag)) >= 0]
-            end = min(ends, default=len(self._held) - begun(self._held, _ENDS))
+            end = min(ends, default=len(self._held) - partial_match(self._held, _ENDS))
             if self._channel.startswith("to ") and not ends:
                 break
             words += self._take(self._held[:end])
@@ -58,18 +57,18 @@ class ChannelStream:
             self._channel = None
         return words
 
-    def thoughts(self) -> str:
-        """Return the thoughts since the last call of this."""
-        found, self._thoughts = self._thoughts, ""
+    def reasoning(self) -> str:
+        """Return the reasoning since the last call of this method."""
+        found, self._reasoning = self._reasoning, ""
         return found
 
     def finish(self) -> tuple[str, list[dict]]:
-        """Return the rest of the words, and the calls."""
+        """Return the remaining content and the calls."""
         header = self._channel is None and self._held.lstrip().startswith(_HEADERS)
         return "" if header else self._take(self._held), self._calls
 
     def _begin(self) -> bool:
-        """Read the header of a message if none is open. Return whether one is open then."""
+        """Read the header of the next message if none is open. Returns whether a message is open."""
         if self._channel is None:
             header, found, rest = self._held.partition(MESSAGE)
             start = header.lstrip()
@@ -84,13 +83,13 @@ class ChannelStream:
         return self._channel is not None
 
     def _take(self, body: str) -> str:
-        """Keep a part of a message, or a whole call, and return it if it is words."""
+        """Store a part of a message, or a whole call. Returns it if it is content."""
         channel_name = self._channel or "final"
         if channel_name.startswith("to "):
             try:
                 self._calls.append(call_of({"name": channel_name[3:], "arguments": body}, self._tools))
-            except (ValueError, RecursionError):  # broken, or cut off
+            except (ValueError, RecursionError):  # malformed or truncated
                 return body
         elif channel_name != "final":
-            self._thoughts += body
+            self._reasoning += body
         return body if channel_name == "final" else ""

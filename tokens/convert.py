@@ -1,9 +1,8 @@
-"""What converting a tokenizer needs: its files copied, vocab.json read, a chat template chosen.
+"""Convert tokenizers: copy files, read vocab.json, choose a chat template.
 
-`chat_templates/` has templates for models whose files carry none. They render the strings of FastChat's
+`chat_templates/` has templates for models published without one. They render the strings of FastChat's
 conversation templates (`vicuna_v1.1` and `llama-2`, https://github.com/lm-sys/FastChat), which the papers'
-evaluations use. FastChat's script for Llama 2 adds a space after `[/INST]`. Ours does not, because no
-training text has it.
+evaluations use, except that FastChat adds a space after Llama 2's `[/INST]`, which no training data has.
 """
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from tokens import files
 from tokens.tokenizer import JsonBackend, Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
-WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
+WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of the class name -> rule
 _FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
-# Pattern of the name under which a model is published: its template.
+# Pattern of the published model name -> template.
 PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
 
 
@@ -49,8 +48,8 @@ def open_vocab(path: Path, settings: dict) -> JsonBackend:
 def _vocab_model(path: Path, settings: dict) -> tokenizers.Tokenizer:
     """Return the tokenizer of a vocab.json and its merges.txt.
 
-    They do not say how a text is cut into words: the class of the tokenizer does, or the model's type.
-    Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.
+    The pre-tokenization rule depends on the tokenizer's class or the model type. Raises InputError if it is
+    not in `WORDS_OF_CLASS`, and the library's errors.
     """
     config = path.with_name("config.json")
     name = settings.get("tokenizer_class")

@@ -1,13 +1,13 @@
-"""Files of prompts and conversations, in the formats people have them: FastChat, ShareGPT, OpenAI messages.
+"""Read prompts and conversations in the formats of FastChat, ShareGPT and OpenAI.
 
-A file is JSON lines, or one JSON array (as ShareGPT is published). A row holds one of
+A file is JSON Lines, or one JSON array (as ShareGPT is published). A row has one of
     {"prompt": "..."}                                                one user turn
     {"turns": ["...", "..."]}                                        user turns (FastChat's question.jsonl)
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
     {"messages": [{"role": "user", "content": "..."}, ...]}          OpenAI
 
-All readers raise InputError if the file cannot be read; the message names the first faulty row. Messages are
-dictionaries of "role" (system, user or assistant) and "content" (a text), and of thoughts if there are some.
+All readers raise InputError if the file cannot be read; the message names the first invalid row. Messages are
+dictionaries of "role" (system, user or assistant) and "content" (a text), and of reasoning if there are some.
 """
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError, counted, parse_json, read_text, reading
-from tokens.messages import thoughts_of, words_of
+from tokens.messages import content_of, reasoning_of
 
-# Names of roles in files, and ours for each.
+# Roles in files -> roles of chat templates.
 ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant")
 TOOL_ROLES = "tool", "tool_call", "tool_response", "function", "function_call", "observation"
-ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
+ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows with a prompt and its answer
 
 
-class LeftOut(Exception):
-    """A row holds no text to use. The message is the reason, such as "with tools"."""
+class SkippedRow(Exception):
+    """A row is skipped. The message is the reason, such as "with tools"."""
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -41,35 +41,35 @@ def read_turns(path: str | Path) -> list[list[str]]:
 
 
 def read_chats(path: str | Path, log: Callable[[str], None] | None = None) -> list[list[dict]]:
-    """Return the user's messages of every row, after the system message if there is one.
+    """Return the system message, if any, and the user messages of every row.
 
-    Leaves out rows without a user's message, or with tools or images, and calls `log` with the number of each
-    reason. Raises InputError if no row is left.
+    Rows without a user message, or with tools or images, are skipped, and `log` gets their number by reason.
+    Raises InputError if no row is left.
     """
     rows, reasons = [], Counter()
     for where, row in read_rows(path):
         try:
             rows.append(_prompts_of(where, row))
-        except LeftOut as e:
+        except SkippedRow as e:
             reasons[str(e)] += 1
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not rows:
-        raise InputError(f"{path}: holds no prompts" + (f" (rows: {left_out})" if left_out else ""))
+        raise InputError(f"{path}: has no prompts" + (f" (skipped rows: {left_out})" if left_out else ""))
     if left_out and log:
-        log(f"{path}: rows that are left out: {left_out}")
+        log(f"{path}: skipped rows: {left_out}")
     return rows
 
 
 def _prompts_of(where: str, row: dict) -> list[dict]:
-    """Return the messages of a row that are no answers. Raises LeftOut if none is a user's."""
+    """Return the messages of a row that are no answers. Raises SkippedRow if none is a user's."""
     if "prompt" in row or "turns" in row:
         turns = [row["prompt"]] if "prompt" in row else row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise InputError(f"{where}: no user turns; prompt is a text, turns a list of them")
+            raise InputError(f"{where}: no user turns; expected a string as prompt or a list as turns")
         return [{"role": "user", "content": turn} for turn in turns]
     messages = [m for m in _messages(where, row) if m["role"] != "assistant"]
     if not any(m["role"] == "user" for m in messages):
-        raise LeftOut("without a user's message")
+        raise SkippedRow("without a user message")
     return messages
 
 
@@ -88,15 +88,15 @@ def read_questions(path: str | Path) -> list[dict]:
 
 
 def read_openings(path: str | Path) -> tuple[str, ...]:
-    """Return the lines of a text file that are not empty. Raises InputError if there are none."""
+    """Return the non-empty lines of a text file. Raises InputError if there are none."""
     openings = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not openings:
-        raise InputError(f"{path}: holds no lines")
+        raise InputError(f"{path}: is empty")
     return openings
 
 
 def row_texts(where: str, row: dict) -> list[str]:
-    """Return every text of a row, of any speaker: "text", the messages, or a prompt and its answer.
+    """Return all texts of a row: "text", the messages, or a prompt and its answer.
 
     where: the row's name in an error. Raises InputError on a row without any of these.
     """
@@ -109,12 +109,12 @@ def row_texts(where: str, row: dict) -> list[str]:
         return [text for text in texts if isinstance(text, str)]
     try:
         return [m["content"] for m in _messages(where, row)]
-    except LeftOut:
+    except SkippedRow:
         return []
 
 
 def _read_lines(path: str | Path) -> Iterator[str]:
-    with reading(path), open(path, encoding="utf-8-sig", newline="\n") as file:  # U+2028 ends no line
+    with reading(path), open(path, encoding="utf-8-sig", newline="\n") as file:  # U+2028 is not a line end
         for line in file:
             yield line.rstrip("\n")
 
@@ -131,14 +131,14 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
         rows = ((where, parse_json(line.encode(), where)) for where, line in named)
     for where, row in rows:
         if not isinstance(row, dict):
-            raise InputError(f"{where} is no JSON object")
+            raise InputError(f"{where} is not a JSON object")
         yield where, row
 
 
 def _messages(where: str, row: dict) -> list[dict]:
-    """Return the messages of a row, its system messages joined in front.
+    """Return the messages of a row. System messages are joined and come first.
 
-    Raises LeftOut if it holds tools or images.
+    Raises SkippedRow if it has tools or images.
     """
     entries = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
     if not isinstance(entries, list):
@@ -146,17 +146,17 @@ def _messages(where: str, row: dict) -> list[dict]:
     messages = []
     for entry in entries:
         if not isinstance(entry, dict):
-            raise InputError(f"{where}: a message is no JSON object")
+            raise InputError(f"{where}: a message is not a JSON object")
         role, content = entry.get("from", entry.get("role")), entry.get("value", entry.get("content"))
         if role in TOOL_ROLES or entry.get("tool_calls") or entry.get("function_call"):
-            raise LeftOut("with tools")
+            raise SkippedRow("with tools")
         try:
-            words = words_of(content if isinstance(content, list) else [content])
+            words = content_of(content if isinstance(content, list) else [content])
         except InputError:
-            raise LeftOut("with images or other content that is no text") from None
+            raise SkippedRow("with images or other content that is not text") from None
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        messages.append({"role": ROLES[role], **words, **thoughts_of(entry)})
+        messages.append({"role": ROLES[role], **words, **reasoning_of(entry)})
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
     joined = [{"role": "system", "content": system}] if system else []
     return joined + [m for m in messages if m["role"] != "system"]

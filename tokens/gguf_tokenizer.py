@@ -1,7 +1,7 @@
-"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
+"""Rebuild a tokenizer from the metadata of a GGUF file.
 
-GGUF keeps the vocabulary, the merges or scores, the type of every token, the chat template, and the name of
-the rule that cuts a text into words (`tokens.word_rules`).
+GGUF stores the vocabulary, merges or scores, token types, the chat template, and the name of the
+pre-tokenization rule (`tokens.word_rules`).
 """
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tokens.word_rules import GEMMA4, WORD_RULES, byte_level_bpe
 
 # The values of tokenizer.ggml.token_type, numbered as sentencepiece's pieces.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# Names of control tokens in any model.
+# Control tokens in any model.
 CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
-# A marker has letters or digits between signs. Tags of reasoning and tool calls have the same form, but are
+# A marker is letters or digits between punctuation. Tags of reasoning and tool calls look the same, but are
 # text.
 MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 TAG = re.compile(r"</?(?!(?:s|system|human|user|bot|assistant)>)([\w:-]+)>")
 # GGUF has no flags for control tokens that strip adjacent white space; model names imply them.
-STRIPPING = {  # of the architecture, the model and the word rule: where. The first that is found counts.
+STRIPPING = {  # pattern of "architecture model rule" -> sides; first match wins
     r"^phi3 .* dbrx$": ("lstrip", "rstrip"), r"^phi3|^phimoe|phi[ -]?3": ("rstrip",)}
 NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
-# Conversations that show what a template writes. One may refuse roles, or their order.
+# Conversations that are rendered to find markers. A template may reject roles or their order.
 PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (
     ("system",), ("user",), ("user", "assistant"), ("user", "assistant", "tool"))]
 
@@ -73,14 +73,14 @@ def _stripping(names: str, metadata: dict) -> dict:
 def _types(metadata: dict, templates: list[str]) -> list[int]:
     """Return the type of each token.
 
-    Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
-    metadata, has a well-known name, or is a marker that a template has. A token that merges make is a word.
-    Tags in a template are found in a text.
+    GGUF writers are not consistent about control tokens. A token is one, whatever its type, if the metadata
+    names it as an end token, if it has a well-known name, or if it is a marker in a template. A token that
+    merges produce is a word. Tags in a template are text.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
     text, known = _written(templates), {*tokens}
     merged = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
-    # Vocabularies that know HTML have </s> as a word, beside an <s> that begins no text.
+    # In vocabularies with HTML tags, </s> is a word if <s> is not the BOS token.
     if (bos := metadata.get("bos_token_id")) is not None and "<s>" in known and tokens[bos] != "<s>":
         merged.add("</s>")
     names = CONTROL_NAMES - merged | {token for i, token in enumerate(tokens) if i in ends}
@@ -103,7 +103,7 @@ def _types(metadata: dict, templates: list[str]) -> list[int]:
 
 
 def _written(templates: list[str]) -> str:
-    """Return the texts of templates, and what they make of conversations: some join markers from parts."""
+    """Return the templates and rendered conversations: some templates compose markers from parts."""
     texts = list(templates)
     for template, probe in product(templates, PROBES):
         with contextlib.suppress(InputError):
@@ -112,7 +112,7 @@ def _written(templates: list[str]) -> str:
 
 
 def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
-    """Write the file that text is encoded with. Returns the settings. Raises ValueError."""
+    """Write the tokenizer model file. Returns the settings. Raises ValueError."""
     model = metadata.get("model")
     if model not in WRITERS:
         raise ValueError(f"tokenizer model {model!r} is not supported ({' and '.join(WRITERS)} are)")
@@ -120,7 +120,7 @@ def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
     tokens = metadata["tokens"]
     metadata.setdefault("token_type", [NORMAL] * len(tokens))
     if len({*tokens}) < len(tokens):
-        raise ValueError("it has repeated tokens")
+        raise ValueError("duplicate tokens")
     metadata["token_type"] = _types(metadata, templates)
     settings = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
@@ -141,7 +141,7 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     model = byte_level_bpe(vocab, merges, rule)
-    # In one call: the library rebuilds its index on each.
+    # One call: the library rebuilds its index each time.
     model.add_tokens([AddedToken(token, special=type_ == CONTROL, normalized=False)
                       for token, type_ in types if type_ in (CONTROL, USER_DEFINED)])
     model.save(str(folder / "tokenizer.json"))

@@ -1,7 +1,7 @@
-"""JSON schemas and grammars as masks over the tokens, at every node of a tree.
+"""JSON schemas and grammars as token masks, at every node of a draft tree.
 
-llguidance makes the masks. A `Guide` keeps the state of the grammar where its text ends. For a tree it walks
-down and back up.
+llguidance computes the masks. A `Guide` has the state of the grammar after the committed tokens. For a tree
+it advances along each path and rolls back.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokens.tokenizer import Tokenizer
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 SCHEMA, GRAMMAR = "the JSON schema", "the grammar"
 ANY_OBJECT = '{"type": "object"}'
-WORDS = {  # of llguidance, and ours
+MESSAGES = {  # patterns of llguidance's errors -> our wording
     r"Unimplemented keys: \[(.*)\]": r"\1 not supported", "Unknown format: (.*)": r"format \1 not supported",
     "Unsatisfiable schema: ": "no text fits it: ", "Invalid type: (.*)": r"type \1 unknown",
     "regex parse error.*?error: ": "regular expression: ",
@@ -32,29 +32,29 @@ MAX_SCHEMA_CHARS = 1 << 16  # characters of a schema or grammar
 
 
 class Guide:
-    """The tokens that a grammar allows after a text. `Grammars.guide` makes one per text."""
+    """The tokens that a grammar allows next in a sequence. `Grammars.guide` makes one per request."""
 
     def __init__(self, matcher, stop_ids: frozenset[int], constraint: str):
-        """matcher: a `llguidance.LLMatcher`. stop_ids: of its tokenizer; they end a text."""
+        """matcher: a `llguidance.LLMatcher`. stop_ids: those of its tokenizer."""
         self._matcher, self._stop_ids, self._constraint = matcher, stop_ids, constraint
 
     @property
     def error(self) -> str | None:
-        """The reason, on one line, why the text cannot follow the grammar any more; None if it can."""
+        """Why the output can no longer match the grammar, on one line; None if it can."""
         if not self._matcher.is_error():
             return None
         return f"{self._constraint} cannot be followed ({one_line(self._matcher.get_error())})"
 
     def advance(self, ids: Iterable[int]) -> None:
-        """Append these ids to the text."""
+        """Append committed ids."""
         for token in ids:
             self._matcher.consume_token(token)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
         """Fill `into` [T, words] int32 with one bit per id: set if the id may follow that node of a tree.
 
-        tokens, parent: the nodes, each after its parent. The first is the root, where the text ends. Rows of
-        nodes that the grammar forbids, and of nodes after the end, do not change: nothing uses them.
+        tokens, parent: the nodes, each after its parent; the first is the root. Rows of nodes that the
+        grammar forbids, and of nodes after the end, are unused and do not change.
         """
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
@@ -98,8 +98,8 @@ def grammar_of(text: str, tokenizer=None, constraint: str = SCHEMA) -> str:
 
 
 def _explained(problem: str) -> str:
-    """Return a problem that llguidance found on one line, in our words if they are known."""
-    for words, ours in WORDS.items():
+    """Format an error of llguidance on one line, see MESSAGES."""
+    for words, ours in MESSAGES.items():
         problem = re.sub(words, ours, problem, flags=re.DOTALL)
     return one_line(problem)
 
@@ -110,14 +110,14 @@ def grammar_of_choices(choices: Iterable[str]) -> str:
 
 
 def grammar_of_regex(pattern: str) -> str:
-    """Return the grammar of a text that a regular expression matches from start to end."""
+    """Return the grammar of texts that a regular expression matches completely."""
     inner = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", pattern.removeprefix("^"))
     escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), inner, flags=re.DOTALL)
     return f"start: /{escaped}/"
 
 
 def read_schema(given: str | None) -> str:
-    """Return a JSON schema that is given itself or by its file, by default that of any object.
+    """Return a JSON schema, given inline or as a file; None: that of any object.
 
     Raises InputError as `grammar_of`.
     """
@@ -129,10 +129,10 @@ def read_schema(given: str | None) -> str:
 
 
 class Grammars:
-    """Makes guides for the texts of one tokenizer.
+    """Makes guides for a tokenizer.
 
-    vocabulary: the number of ids of the model; those without bytes are never allowed. stop_ids: they end an
-    output, where the grammar lets it end.
+    vocabulary: number of ids of the model; ids without bytes are never allowed. stop_ids: allowed where the
+    grammar may end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: list[int]):
@@ -140,13 +140,13 @@ class Grammars:
 
     @cached_property
     def _wrapped(self):
-        """The tokenizer as llguidance takes it."""
+        """The tokenizer, adapted to llguidance."""
         import llguidance  # few requests need it
 
         tokenizer, vocabulary, stop_ids = self._tokenizer, self._vocabulary, self._stop_ids
 
         class Wrapped:
-            """A tokenizer as llguidance's TokenizerWrapper needs it."""
+            """Adapter for llguidance's TokenizerWrapper."""
 
             eos_token_id, bos_token_id = stop_ids[0], tokenizer.bos_id
             tokens = tuple(map(tokenizer.piece_or_name, range(vocabulary)))
@@ -163,7 +163,7 @@ class Grammars:
         return Pieces(self._tokenizer, self._vocabulary)
 
     def guide_of(self, sampling: Sampling) -> Guide | LimitGuide:
-        """Return the guide of a request's options. Raises InputError if no text can follow it."""
+        """Return the guide of a request. Raises InputError if no output can match it."""
         schema, limits, guide = sampling.json_schema, sampling.limits, None
         if schema is not None:
             guide = self.guide(schema)
@@ -180,7 +180,7 @@ class Grammars:
         return LimitGuide(self._pieces, self._stop_ids, limits, guide)
 
     def guide(self, text: str, constraint: str = SCHEMA) -> Guide:
-        """Return a guide for a text that fits a JSON schema or grammar. Raises InputError if no text can."""
+        """Return the guide of a JSON schema or grammar. Raises InputError if no output can match it."""
         from llguidance import LLMatcher
 
         grammar = grammar_of(text, self._wrapped, constraint)

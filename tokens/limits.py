@@ -1,4 +1,4 @@
-"""Limits of an output that are masks over tokens: words that must not come, and ends that come too early."""
+"""Limits of an output that are token masks: bad_words, min_tokens, ignore_eos, stop_token_ids."""
 from __future__ import annotations
 
 import math
@@ -16,11 +16,10 @@ PAST = b"\xff"  # sorts after all bytes of UTF-8
 
 @dataclass(frozen=True)
 class Limits:
-    """Further limits of an output.
+    """Further limits of an output, named as in vLLM.
 
-    grammar: what it has to fit, in GBNF or in llguidance's form of Lark. stop_token_ids: they end it, too.
-    bad_words: texts that must not come. min_tokens: the number of tokens before which nothing ends it.
-    ignore_eos: no end token comes.
+    grammar: in GBNF or in llguidance's Lark dialect. stop_token_ids: additional stop ids. bad_words: texts
+    that are never generated. min_tokens: minimum number of tokens. ignore_eos: never generate a stop id.
     """
 
     grammar: str | None = None
@@ -31,7 +30,7 @@ class Limits:
 
 
 class Pieces:
-    """The bytes of all tokens of a vocabulary, as masks [words] int32 of those that complete a word."""
+    """The bytes of all tokens, and masks [V/32] int32 of the tokens that complete a word."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int):
         self.piece, self._size = tokenizer.piece, -(-vocabulary // 32) * 32
@@ -45,16 +44,16 @@ class Pieces:
         return np.packbits(found, bitorder="little").view(np.int32)
 
     def _completing(self, word: bytes, given: int) -> np.ndarray:
-        """Return the mask of tokens that complete a word where a text ends in its first `given` bytes."""
+        """Return the mask of tokens that complete a word after its first `given` bytes."""
         rest = word[given:]
-        if not given:  # the token has it all
+        if not given:  # the token contains the whole word
             return self.bits(i for piece, i in self._sorted if word in piece)
         begin, end = (bisect_left(self._sorted, (key,)) for key in (rest, rest + PAST))
         return self.bits(i for _, i in self._sorted[begin:end])
 
 
 class LimitGuide:
-    """A guide that masks stop ids and words, and what an `inner` one of a grammar does, if there is one."""
+    """A guide that masks stop ids and bad words, on top of an optional grammar guide (`inner`)."""
 
     def __init__(self, pieces: Pieces, stop_ids: Collection[int], limits: Limits, inner=None):
         self._pieces, self._inner = pieces, inner
@@ -73,14 +72,14 @@ class LimitGuide:
         return end[0] + 1, (end[1] + self._pieces.piece(token))[-self._longest :]
 
     def advance(self, ids: Iterable[int]) -> None:
-        """As `tokens.grammar: Guide.take`."""
+        """As `tokens.grammar: Guide.advance`."""
         for token in ids:
             self._end = self._after(self._end, token)
         if self._inner:
             self._inner.advance(ids)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
-        """As `tokens.grammar: Guide.mask`. A grammar wins where nothing else could come."""
+        """As `tokens.grammar: Guide.mask`. A limit that would leave no token is ignored."""
         into[: len(tokens)] = -1
         if self._inner:
             self._inner.mask(tokens, parent, into)

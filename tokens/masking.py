@@ -1,4 +1,4 @@
-"""Chats whose messages may spell control tokens: these are encoded as plain text.
+"""Encode chats so that control tokens in messages stay plain text.
 
 `ControlTokenMask` hides them while the template is rendered. If the unmasked text has more control tokens
 than the masked one, only those of the template are encoded as special tokens (`SpanEncoder`).
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 from tokenizers import AddedToken, models
 
-from tokens.messages import ready_with
+from tokens.messages import normalize_chat
 
 if TYPE_CHECKING:
     from tokens.tokenizer import JsonBackend, Tokenizer
@@ -68,7 +68,7 @@ class SpanEncoder:
 
 
 class MaskedChat:
-    """Encodes the chats of a tokenizer. backend: its own."""
+    """Encodes chats with a tokenizer and its backend."""
 
     def __init__(self, tokenizer: Tokenizer, backend):
         templates = f"{tokenizer.template}{tokenizer.tool_template}"
@@ -78,7 +78,7 @@ class MaskedChat:
     def encode(self, messages: list[dict], variables: dict) -> list[int]:
         """As `Tokenizer.chat`."""
         tokenizer, find = self._tokenizer, self._encoder.finder.find
-        (messages, variables), originals = self._mask.hide(ready_with(messages, variables))
+        (messages, variables), originals = self._mask.hide(normalize_chat(messages, variables))
         rendered = tokenizer.render(messages, **variables).encode("utf-8", "replace").decode()
         text = rendered.translate(originals)
         with tokenizer.encoding_errors():

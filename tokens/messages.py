@@ -1,7 +1,7 @@
-"""Messages of conversations, made ready for chat templates.
+"""Normalize chat messages for chat templates.
 
-Clients and files write the same message in several ways. Templates read one: a text as content, or null
-beside calls, arguments of calls as `Arguments`, thoughts under the names of `THOUGHTS`.
+Clients and files have several formats. Templates get one: content is a string, or null with tool calls;
+arguments of tool calls are `Arguments`; reasoning has all names of `REASONING_KEYS`.
 """
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from common.errors import InputError
 from common.schema import ABSENT, InvalidValue
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # of parts
-ROLES = {"developer": "system", "function": "tool"}  # a newer and an older name: the one of templates
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # content parts
+ROLES = {"developer": "system", "function": "tool"}  # other names -> those of templates
 
 
 def _refuse(name: str):
@@ -22,19 +22,19 @@ def _refuse(name: str):
 
 
 CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
-TAG = "\ue000end of the message\ue001 "  # with a space: a template that trims the message trims it, too
-JSON = json.JSONDecoder(parse_constant=_refuse, strict=False)  # texts may hold line ends
+TAG = "\ue000end of the message\ue001 "  # ends in a space, to detect templates that trim messages
+JSON = json.JSONDecoder(parse_constant=_refuse, strict=False)  # accept line breaks in strings
 
 
 class Arguments(dict):
-    """Arguments of a call: an object, and their JSON where a template takes them for a text."""
+    """Arguments of a tool call: a dictionary that acts as its JSON string where a template expects one."""
 
     def __init__(self, found: dict, text: str):
         super().__init__(found)
         self._text = text
 
     def changed(self, change: Callable) -> Arguments:
-        """Return the result of a change to object and text."""
+        """Apply a change to dictionary and string."""
         return Arguments(change(dict(self)), change(self._text))
 
     def __str__(self) -> str:
@@ -55,26 +55,26 @@ class Arguments(dict):
         return getattr(self._text, name)
 
 
-def ready_with(messages: Iterable[dict], variables: dict) -> tuple[list[dict], dict]:
-    """Return messages and variables of a template. Raises InputError on those that contradict one another."""
+def normalize_chat(messages: Iterable[dict], variables: dict) -> tuple[list[dict], dict]:
+    """Return normalized messages and template variables. Raises InputError if they contradict each other."""
     messages = [*messages]
     last = messages[-1] if messages else {}
     prefix = last.get("prefix") is True
-    going_on = variables.get(CONTINUE, prefix)
-    if prefix and (not going_on or last.get("role") != "assistant"):
-        raise InputError(f"prefix: is for a last message of the assistant, and contradicts {CONTINUE}: false")
-    if going_on:
+    continues = variables.get(CONTINUE, prefix)
+    if prefix and (not continues or last.get("role") != "assistant"):
+        raise InputError(f"prefix: needs a last message of the assistant, and contradicts {CONTINUE}: false")
+    if continues:
         if variables.get(GENERATION):
-            raise InputError(f"{CONTINUE} and {GENERATION} contradict one another; set one of them")
-        variables = {**variables, CONTINUE: going_on, GENERATION: False}
+            raise InputError(f"{CONTINUE} and {GENERATION}: cannot both be true; set one of them")
+        variables = {**variables, CONTINUE: continues, GENERATION: False}
         messages[-1:] = [{key: value for key, value in last.items() if key != "prefix"}] * bool(messages)
-    return ready(messages), variables
+    return normalize(messages), variables
 
 
 def render(template, context: dict, messages: list[dict]) -> str:
-    """Render a jinja template with messages whose content may be null, or whose last one is to be continued.
+    """Render a jinja template. Content may be null; the last message may be left open, to be continued.
 
-    Null becomes "" where the template fails with it, or writes None.
+    Null becomes "" where the template fails on it or prints None.
     """
     if not (field := context.pop(CONTINUE, False)):
         return _render(template, context, messages)
@@ -82,11 +82,11 @@ def render(template, context: dict, messages: list[dict]) -> str:
     given = messages[-1].get(field) if messages else None
     if not isinstance(given, str):
         raise InputError(f"{CONTINUE}: the last message has no {field}")
-    tagged = dict.fromkeys(THOUGHTS if field in THOUGHTS else [field], given + TAG)
+    tagged = dict.fromkeys(REASONING_KEYS if field in REASONING_KEYS else [field], given + TAG)
     rendered = _render(template, context, [*messages[:-1], messages[-1] | tagged])
     if (at := rendered.rfind(TAG.rstrip())) < 0 or given.strip() not in rendered:
-        raise InputError(f"{CONTINUE}: it does not write the last message as it is")
-    # Without the tag's space the template has trimmed the message.
+        raise InputError(f"{CONTINUE}: this chat template changes the last message")
+    # If the tag has lost its space, the template trims messages.
     return rendered[:at] if rendered.startswith(TAG, at) else rendered[:at].rstrip()
 
 
@@ -107,59 +107,60 @@ def _render(template, context: dict, messages: list[dict]) -> str:
     return found
 
 
-def ready(messages: Iterable[dict]) -> list[dict]:
-    """Return messages as chat templates take them, without keys that are null but for content beside calls.
+def normalize(messages: Iterable[dict]) -> list[dict]:
+    """Return messages in the format of templates, without null values except content with tool calls.
 
     Raises InputError on content that is missing or not text.
     """
-    return [_ready({key: value for key, value in message.items() if value is not None}, i)
+    return [_normalize({key: value for key, value in message.items() if value is not None}, i)
             for i, message in enumerate(messages)]
 
 
-def _ready(message: dict, index: int) -> dict:
-    calls, role, thoughts = message.get("tool_calls"), message.get("role"), thoughts_of(message)
+def _normalize(message: dict, index: int) -> dict:
+    calls, role, reasoning = message.get("tool_calls"), message.get("role"), reasoning_of(message)
     if message.get("images"):  # Ollama's form
         raise InputError("messages: 'images' is not text; only text is supported")
     if isinstance(message.get("function_call"), dict):  # OpenAI's older form
         calls = calls or [{"type": "function", "function": message.pop("function_call")}]
     content = message.get("content", message.get("refusal"))
-    if content is None and not (calls or thoughts):
-        raise InvalidValue(f"messages.{index}.content", ABSENT, "a text, or tool_calls in its place")
-    found = message | ({"content": None} if content is None and calls else words_of(content or "")) | thoughts
+    if content is None and not (calls or reasoning):
+        raise InvalidValue(f"messages.{index}.content", ABSENT, "a text or tool_calls")
+    text = {"content": None} if content is None and calls else content_of(content or "")
+    found = message | text | reasoning
     found |= {"role": ROLES.get(role, role), "tool_calls": [*map(_with_arguments, calls or ())]}
     return found if calls else {key: value for key, value in found.items() if key != "tool_calls"}
 
 
-def words_of(content: str | list) -> dict[str, str]:
-    """Return the "content" of a message that may come in parts, and its thoughts if parts hold some.
+def content_of(content: str | list) -> dict[str, str]:
+    """Return content, which may be in parts, as {"content": ...}, with the reasoning of its parts if any.
 
     Raises InputError on a part that is not text.
     """
-    texts, thoughts = [], []
+    texts, reasoning = [], []
     for part in content if isinstance(content, list) else [content]:
         part_type = part.get("type") if isinstance(part, dict) else None
         if part_type in ("thinking", "reasoning"):
-            thoughts.append(words_of(part.get("thinking", part.get("text")))["content"])
+            reasoning.append(content_of(part.get("thinking", part.get("text")))["content"])
             continue
         text = part.get(TEXTS[part_type]) if part_type in TEXTS else part
         if not isinstance(text, str):
             raise InputError(f"messages: {part_type or text!r:.60} is not text; only text is supported")
         texts.append(text)
-    return {"content": "".join(texts)} | thoughts_of({"reasoning": "".join(thoughts)})
+    return {"content": "".join(texts)} | reasoning_of({"reasoning": "".join(reasoning)})
 
 
-def thoughts_of(message: dict) -> dict[str, str]:
-    """Return the thoughts of a message under every name that templates read; nothing if it has none."""
+def reasoning_of(message: dict) -> dict[str, str]:
+    """Return the reasoning of a message under all names that templates read; {} if it has none."""
     details = message.get("reasoning_details")  # of OpenRouter: a list of parts
     details = details if isinstance(details, list) else []
     parts = [part.get("text") for part in details if isinstance(part, dict)]
-    given = (*map(message.get, THOUGHTS), "".join(text for text in parts if isinstance(text, str)))
+    given = (*map(message.get, REASONING_KEYS), "".join(text for text in parts if isinstance(text, str)))
     found = next((text for text in given if text and isinstance(text, str)), None)
-    return dict.fromkeys(THOUGHTS, found) if found else {}
+    return dict.fromkeys(REASONING_KEYS, found) if found else {}
 
 
 def arguments_of(given: object) -> object:
-    """Return arguments of a call as `Arguments` if they are an object, its JSON or nothing; or unchanged."""
+    """Return tool call arguments (a dictionary, JSON or empty) as `Arguments`; anything else unchanged."""
     found = given
     while isinstance(found, str):
         try:

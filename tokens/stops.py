@@ -1,4 +1,4 @@
-"""Texts that end an output: found across tokens, and cut out exactly."""
+"""Stop strings: found across tokens, and removed from the output."""
 from __future__ import annotations
 
 import re
@@ -7,19 +7,18 @@ from collections.abc import Collection
 from tokens.tokenizer import TextStream
 
 
-def begun(text: str, words: Collection[str]) -> int:
-    """Return the number of characters at the end of a text that may begin one of these words."""
+def partial_match(text: str, words: Collection[str]) -> int:
+    """Return the length of the longest suffix of a text that is a prefix of one of these words."""
     most = min(max(map(len, words), default=1) - 1, len(text))
     return next((n for n in range(most, 0, -1) if any(word.startswith(text[-n:]) for word in words)), 0)
 
 
 class StopStream:
-    """Ids in, text out, up to the first of some stop texts, which itself stays out.
+    """Detokenizes up to the first stop string, which is excluded.
 
-    Text that may be the start of a stop text is held back until it is certain. If one token completes two
-    stop texts, the one that starts first counts, then the longer one. A control token has no text, but it
-    matches its name in a stop text. stops: without empty texts. limits: `tokens.limits: Limits`, with stop
-    ids, which have no text, and the number of tokens before which nothing ends the output.
+    Text that may be the start of a stop string is held back. If one token completes two stop strings, the one
+    that starts first wins, then the longer one. A control token has no text, but matches its name in a stop
+    string. stops: not empty. limits: `tokens.limits: Limits`, for stop_token_ids and min_tokens.
     """
 
     def __init__(self, stream: TextStream, stops: tuple[str, ...], limits=None):
@@ -28,14 +27,14 @@ class StopStream:
         marks = {name: chr(0xD800 + n) for n, name in enumerate(sorted(named, key=len, reverse=True))}
         names = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         spelled = {names.sub(lambda name: marks[name[0]], stop): stop for stop in stops}
-        self._stops = dict(zip(stops, stops)) | spelled  # a spelling: the stop text that it stands for
+        self._stops = dict(zip(stops, stops)) | spelled  # spelling with marks -> stop string
         self._marks = {i: marks[name] for name, i in named.items()}
         self._texts = {ord(mark): stream.piece(i).decode() for i, mark in self._marks.items()}
         self._stream, self._held = stream, ""
         self._stop_ids, self._left = (limits.stop_token_ids, limits.min_tokens) if limits else ((), 0)
 
     def emit(self, ids: list[int]) -> tuple[str, int, str | int | None]:
-        """As `TextStream.emit`. Push nothing after a stop."""
+        """As `TextStream.emit`. Not to be called after a stop."""
         certain = ""
         for i, token in enumerate(ids):
             self._left -= 1
@@ -48,7 +47,7 @@ class StopStream:
         return certain, len(ids), None
 
     def flush(self) -> str:
-        """Return the text that still waits, for an output that ended without a stop."""
+        """Return the held-back text of an output that ended without a stop."""
         text, _ = self._take(self._stream.flush())
         return text + self._held.translate(self._texts)
 
@@ -62,6 +61,6 @@ class StopStream:
             at, _, stop = min(complete)
             certain, self._held = self._held[:at], ""
             return certain.translate(self._texts), self._stops[stop]
-        end = len(self._held) - begun(self._held, self._stops)
+        end = len(self._held) - partial_match(self._held, self._stops)
         certain, self._held = self._held[:end], self._held[end:]
         return certain.translate(self._texts), None

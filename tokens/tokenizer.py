@@ -180,7 +180,7 @@ class Tokenizer:
     def chat(self, messages: list[dict], **variables) -> list[int]:
         """Apply the chat template and return the token ids, ending with the generation prompt.
 
-        messages: {"role", "content"} dictionaries, in any form that `tokens.messages.ready` reads. Only the
+        messages: {"role", "content"} dictionaries, see `tokens.messages.normalize`. Only the
         template adds BOS. It gets `variables`, such as `enable_thinking`, or `add_generation_prompt=False`
         for a conversation that ends with an answer. `continue_final_message=True`, or "prefix": true in the
         last message, cuts the text after that message. Nothing in messages or variables becomes a control

@@ -1,9 +1,8 @@
-"""Byte-level BPE: the rules that cut a text into words before the merges run, and tokenizers made with them.
+"""Pre-tokenization rules of byte-level BPE, and tokenizers built with them.
 
-GGUF keeps only the *name* of the rule, and a folder with vocab.json and merges.txt only the class of the
-tokenizer. `WORD_RULES` says what each name stands for, as llama.cpp does
-(https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp). A wrong rule gives other ids without any error,
-so a name that is not listed is refused.
+GGUF stores only the *name* of the rule, and a folder with vocab.json and merges.txt only the class of the
+tokenizer. `WORD_RULES` maps names to rules, as llama.cpp does (src/llama-vocab.cpp). A wrong rule would
+silently give different ids, so unknown names are rejected.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Gated delta nets over trees, see families/hybrid.py. They are batch-invariant: a token's result is computed from
+// Gated DeltaNet over trees, see families/hybrid.py. Batch-invariant: a token's result is computed from
 // the state at a boundary and from its path, in the path's order and by the same code.
 #pragma once
 
@@ -121,7 +121,7 @@ struct DeltaHead {
   }
 };
 
-// Run a layer's delta nets on tokens in slots length [B] ... -> [B, T, nv, dv] (float32). Ring buffers `mixed` [B,
+// Run the heads of a DeltaNet layer on tokens in slots length [B] ... -> [B, T, nv, dv] (float32). Ring buffers `mixed` [B,
 // ring, 2 nk dk + nv dv] and `rates` [B, ring, 2 nv] have their inputs already. Advances states [B, nv, dk, dv]
 // (float32) and their boundaries start [B]. positions [B, T], local [B, T, T].
 Numbers delta(const Dense& mixed, const Numbers& rates, const Longs& length, const Longs& positions, const Flags& local,

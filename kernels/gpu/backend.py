@@ -2,7 +2,7 @@
 
 `kernels.gpu.cache` has attention, `kernels.gpu.products` products with quantized weights, `kernels.gpu.dense`
 the pass of a 16-bit target over few tokens, `kernels.gpu.experts` mixtures of experts and `kernels.gpu.delta`
-gated delta nets. cuBLAS computes other products, inductor compiles the rest.
+Gated DeltaNet layers. cuBLAS computes other products, inductor compiles the rest.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated delta nets over trees (`families.hybrid`), token by token along each path.
+"""Gated DeltaNet over trees (`families.hybrid`), token by token along each path.
 
 A program holds a column block of one head's state in registers. It reads the tokens since the state's
 boundary, then each tree node after its ancestors. A node costs as many tokens as its path has, but its result

@@ -106,7 +106,7 @@ class Panel {
   constructor(name, answer) {
     this.answer = answer;
     this.thoughts = element("div", { class: "thoughts" });
-    this.aside = element("details", {}, element("summary", {}, "Thoughts"), this.thoughts);
+    this.aside = element("details", {}, element("summary", {}, "Reasoning"), this.thoughts);
     this.text = element("div", { class: "text" });
     this.figures = element("div", { class: "figures" });
     this.node = element("section", { "aria-label": name }, element("h2", {}, name), this.aside, this.text, this.figures);

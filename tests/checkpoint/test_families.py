@@ -194,7 +194,7 @@ def test_qwen2_overflows_in_fp16(tmp_path, name, warned):
     assert any("Qwen2's activations overflow" in line for line in said) is warned
 
 
-# -- what targets with gated delta nets keep, their MTP layers, refusals -------------------------------------
+# -- what targets with Gated DeltaNet keep, their MTP layers, refusals -------------------------------------
 
 
 OPTIONS = {"compile": False, "max_seq_len": 160}

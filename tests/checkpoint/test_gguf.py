@@ -153,7 +153,7 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
 
 
 def hybrid_gguf(file: Path, state: dict, config, arch: str) -> Path:
-    """A model with gated delta nets as a GGUF file. state: a whole checkpoint's, with its MTP layer."""
+    """A model with Gated DeltaNet as a GGUF file. state: a whole checkpoint's, with its MTP layer."""
     keys, each, size = 2, 3, 12
 
     def tiled(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ def test_a_parallel_draft_model_with_features(tmp_path, kernels):
             logits = model(inputs_embeds=x).logits
         assert drawn.tokens[1:] == logits[0, -4:].argmax(-1).tolist()
     part.model.args = replace(part.model.args, feature_layers=(-20, -3, -1))
-    with refused("--draft: reads features of 144 numbers"):
+    with refused("--draft: the draft model reads features of size 144"):
         Pard2Drafter(part.model, CHAIN, mask_id=7, target=target.model)
 
 

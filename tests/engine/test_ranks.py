@@ -21,8 +21,8 @@ from kernels.quantized import MODES as PRECISIONS
 
 pytestmark = pytest.mark.slow
 # Families that differ in what is sharded: a key/value head for each query, tied tables, biases, norms,
-# experts, windows and norms of sums; sinks, biases of sums and weights in MXFP4; delta nets, gates and shared
-# experts.
+# experts, windows and norms of sums; sinks, biases of sums and weights in MXFP4; DeltaNet layers, gates and
+# shared experts.
 SHARDED = (
     "Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Gemma 3", "gpt-oss in MXFP4", "Qwen3.5",
     "Qwen3-Next",

@@ -150,7 +150,7 @@ DELTA = {
     "linear_num_value_heads": 6, "rope_parameters": DELTA_ROPE,
 }
 MIXTURE = DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
-HYBRIDS = {  # with gated delta nets
+HYBRIDS = {  # with Gated DeltaNet
     "Qwen3.5": ("Qwen3_5Text", DELTA), "Qwen3.5 with eyes": ("Qwen3_5", DELTA),
     "Qwen3.5, yarn": ("Qwen3_5Text", DELTA | {"rope_parameters": DELTA_ROPE | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),

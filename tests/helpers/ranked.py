@@ -127,7 +127,7 @@ def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, 
 
     With more than two ranks, leave out what does not depend on their number: what a drafter or a mode
     computes from complete features and logits. The texts of every family depend on those, too. Two
-    key heads of delta nets cannot be sharded over more than two ranks.
+    key heads of DeltaNet layers cannot be sharded over more than two ranks.
     """
     golden, few = folder / "golden", ranks is None or ranks.count == 2
     found = {

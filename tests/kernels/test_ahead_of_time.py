@@ -147,7 +147,7 @@ OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "sort experts": (experts.sort_kernel, 4, {
         "S": ANY, "ONE_TILE": True, "BLOCK_M": 16, "CHUNK": experts.SORT_CHUNK}),
     "write tokens": (delta.write_kernel, 4, {"NV": 48, "TAPS": 4, "BLOCK": delta.CHANNELS, "VALUES": "i32"}),
-    "advance states": (delta.advance_kernel, 4, DELTA), "delta nets": (delta.delta_kernel, 4, DELTA),
+    "advance states": (delta.advance_kernel, 4, DELTA), "DeltaNet layers": (delta.delta_kernel, 4, DELTA),
 }
 
 

@@ -70,7 +70,7 @@ THOUGHT = f"{JSON}</think>"
 F, G = ("f", {"n": 3}), ("g", {})
 TAGS = ("<tool_call>", "</tool_call>")
 REQUIRED = '{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]
-CALLS = (  # template, control tokens, the model's text, fields of the body; content, thoughts and calls
+CALLS = (  # template, control tokens, the model's text, fields of the body; content, reasoning and calls
     (TEMPLATE, (*TAGS, "</function>", "</parameter>"), CODER, {}, None, None, [F]),
     (TEMPLATE, ("<function=", "<parameter=", "</parameter>\n"), CODER, {}, None, None, [F]),
     (TEMPLATE, TAGS, f"So. {JSON}{CODER}", {}, "So. ", None, [G, F]),
@@ -104,10 +104,10 @@ CHANNELS = (
 )
 
 
-@pytest.mark.parametrize("template, control, text, more, content, thoughts, calls", [
+@pytest.mark.parametrize("template, control, text, more, content, reasoning, calls", [
     *CALLS, *((HARMONY, *case) for case in CHANNELS)
 ], ids=range(21))
-def test_calls_and_thoughts(tmp_path, template, control, text, more, content, thoughts, calls):
+def test_calls_and_thoughts(tmp_path, template, control, text, more, content, reasoning, calls):
     """A stream has what the whole reply has."""
     (worker, client), path = started(tmp_path, text, template, control), "/v1/chat/completions"
     (choice,) = client.post(path, json=BODY | more).json()["choices"]
@@ -115,9 +115,9 @@ def test_calls_and_thoughts(tmp_path, template, control, text, more, content, th
     worker.stop()
     message, parts = choice["message"], [json.loads(x[6:])["choices"][0] for x in lines if "{" in x]
     asked = [call["function"] for call in message.get("tool_calls", [])]
-    assert (message["content"], message.get("reasoning_content")) == (content, thoughts)
+    assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
     assert [(call["name"], json.loads(call["arguments"])) for call in asked] == calls
-    for name, want in ("content", content), ("reasoning_content", thoughts):
+    for name, want in ("content", content), ("reasoning_content", reasoning):
         assert "".join(part["delta"].get(name, "") for part in parts) == (want or "")
     streamed = [call for part in parts for call in part["delta"].get("tool_calls", [])]
     assert [call["function"] for call in streamed] == asked

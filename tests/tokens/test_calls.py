@@ -4,7 +4,7 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens.calls import CallStream, form_of, schema_of_calls
+from tokens.calls import CallStream, call_format, schema_of_calls
 from tokens.grammar import Grammars
 
 # What a template has, which decides the form.
@@ -26,7 +26,7 @@ PARAMETERS = {
 
 def read(form: str, text: str, size: int = 1000) -> tuple[str, list[tuple[str, str]]]:
     """Push a text in pieces -> (text beside the calls, calls)."""
-    stream = CallStream(form_of("{{ tools }}" + form), {"f": PARAMETERS, "g": {}})
+    stream = CallStream(call_format("{{ tools }}" + form), {"f": PARAMETERS, "g": {}})
     early = "".join(stream.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, calls = stream.finish()
     return early + rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
@@ -66,7 +66,7 @@ CALLS = {
     "OpenAI's form": (TAGGED, tag(f'{{"type": "function", "function": {BARE_F}}}'), "", [IS_F]),
     "no arguments": (TAGGED, tag('{"name": "g"}{"name": "g", "arguments": null}'), "", [IS_G, IS_G]),
     "tag as a word": (TAGGED, f"A <tool_call> is a call: {tag(G)}", "A <tool_call> is a call: ", [IS_G]),
-    "before thoughts": (TAGGED, f"{tag(G)}<think>{tag(F)}", f"<think>{tag(F)}", [IS_G]),
+    "before reasoning": (TAGGED, f"{tag(G)}<think>{tag(F)}", f"<think>{tag(F)}", [IS_G]),
     "word of a thought": (TAGGED, f"Hm: <think> {tag(F)} so {tag(G)}", "Hm: <think>  so ", [IS_F, IS_G]),
     **{f"thought, {begin}": (TAGGED, f"{begin}{tag(F)}{end}{tag(G)}", f"{begin}{tag(F)}{end}", [IS_G])
        for begin, end in (("<think>", "</think>"), ("Hm: <think>", "</think>"), ("◁think▷", "◁/think▷"),
@@ -155,7 +155,7 @@ def test_parameters_have_the_types_of_the_schema(name, text, value):
 def test_templates_that_define_no_calls():
     for template in (None, TAGGED, "{{ tools }}"):
         with pytest.raises(InputError, match="defines no calls"):
-            form_of(template)
+            call_format(template)
 
 
 def test_the_grammar_of_calls_follows_references(byte_tokenizer):

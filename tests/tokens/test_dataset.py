@@ -34,19 +34,19 @@ def test_prompts_turns_and_questions(tmp_path):
 @pytest.mark.parametrize("messages, kept, reason", [
     ([{"from": "gpt", "value": "cut"}, *TALK], said("user: e", "user: g"), None),
     (said("system: a", "user: q", "developer: b", "assistant: r"), said("system: a\n\nb", "user: q"), None),
-    (TALK[1:2], None, "without a user's message"), (said("tool: x", "user: y"), None, "with tools"),
+    (TALK[1:2], None, "without a user message"), (said("tool: x", "user: y"), None, "with tools"),
     ([*said("user: q"), {"role": "assistant", "content": "yes", "tool_calls": []}], said("user: q"), None),
     *(([*said("user: q"), {"role": "assistant", **end}], None, reason) for end, reason in (
         ({"content": "I look.", "tool_calls": [{}]}, "with tools"),
         ({"content": None, "function_call": {"name": "f"}}, "with tools"),
-        ({"content": 3}, "with images or other content that is no text"),
+        ({"content": 3}, "with images or other content that is not text"),
     )),
 ])
 def test_rows_that_are_kept_or_left_out_and_counted(tmp_path, messages, kept, reason):
     lines, file, last = [], tmp_path / "rows.jsonl", said("user: 1")
     file.write_text(json.dumps({"conversations": messages}) + "\n" + json.dumps({"messages": last}))
     assert read_chats(file, lines.append) == [*([kept] if kept else []), last]
-    assert lines == [f"{file}: rows that are left out: 1 {reason}"] * bool(reason)
+    assert lines == [f"{file}: skipped rows: 1 {reason}"] * bool(reason)
 
 
 @pytest.mark.parametrize("row, texts", [

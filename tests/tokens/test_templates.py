@@ -14,7 +14,7 @@ from common.errors import InputError
 from server.protocol import ChatBody
 from tokens.convert import TEMPLATES, copy_files, find_template
 from tokens.files import Template
-from tokens.messages import THOUGHTS, arguments_of, ready
+from tokens.messages import REASONING_KEYS, arguments_of, normalize
 from tokens.tokenizer import Tokenizer, render_template
 
 # Each conversation and the texts that the built-in templates have made of it since their first release.
@@ -141,7 +141,7 @@ def test_a_template_is_chosen_by_the_published_name():
 # -- messages as clients and files write them, and as chat templates take them -------------------------------
 
 
-WHY = dict.fromkeys(THOUGHTS, "why")
+WHY = dict.fromkeys(REASONING_KEYS, "why")
 EMPTY, NULL = ({"role": "assistant", "content": content} for content in ("", None))
 
 
@@ -171,12 +171,12 @@ READY = {
                      {"role": "tool", "name": "f", "content": "7"}),
     "parts": ({"role": "developer", "content": texts("a", "b"), "tool_calls": []},
               {"role": "system", "content": "ab"}),
-    "thoughts in parts": (
+    "reasoning in parts": (
         {"role": "assistant", "content": [{"type": "thinking", "thinking": texts("why")}, *texts("a")]},
         {"role": "assistant", "content": "a", **WHY}),
     "other fields": ({"role": "assistant", "content": "x", "reasoning": "why", "mood": "!", "refusal": None},
                      {"role": "assistant", "content": "x", **WHY, "mood": "!"}),
-    "no thoughts": ({**EMPTY, "thinking": "", "reasoning": [1]}, {**EMPTY, "thinking": "", "reasoning": [1]}),
+    "none": ({**EMPTY, "thinking": "", "reasoning": [1]}, {**EMPTY, "thinking": "", "reasoning": [1]}),
     "OpenRouter": ({"role": "assistant", "content": "x", "reasoning_details": texts("wh", "y")},
                    {"role": "assistant", "content": "x", **WHY, "reasoning_details": texts("wh", "y")}),
 }
@@ -186,7 +186,7 @@ READY = {
 def test_messages_as_templates_take_them(name):
     message, want = READY[name]
     before = json.dumps(message)
-    assert ready([message]) == [want] == ready([want])
+    assert normalize([message]) == [want] == normalize([want])
     assert json.dumps(message) == before  # a caller's messages stay his
 
 

@@ -199,7 +199,7 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     monkeypatch.setattr(session, "load_model", load)
     monkeypatch.setattr(session, "MAX_DATA_FRACTION", 0.01)
     assert train.main(options(golden, prompt_file, tmp_path / "slow", minutes=1)) == 1
-    assert "--minutes 1: too few to load the model and compile its kernels; raise it" in last_line(capsys)
+    assert "--minutes 1: too short to load the model and compile its kernels; raise it" in last_line(capsys)
     assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
     assert "--minutes 1e-09: this model needs at least 1 here" in capsys.readouterr().err
 
@@ -249,7 +249,7 @@ def test_interrupted_text_has_the_rest_of_its_time(golden, prompt_file, tmp_path
         assert [train.main(argv) for _ in range(3)] == [130] * 3 and left == [30, 20, 10]
     clock.now += 1000  # between the runs
     assert train.main(argv) == 1
-    assert "or were not written in the time for text of --minutes 1: raise it" in last_line(capsys)
+    assert "or --minutes 1 ended before they were generated: raise it" in last_line(capsys)
 
 
 @pytest.mark.slow

@@ -138,9 +138,10 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
 
 
 @pytest.mark.parametrize("line, words", [
-    ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is no row"), ('{"step": 1, "loss": 2.0}', "is no row"),
-    ('{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', "is no row"),
-    ('{"ids": [1, 2, 3], "answers": [[0, 3]], "target": "other"}', "was written by another target"),
+    ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is not a row"),
+    ('{"step": 1, "loss": 2.0}', "is not a row"),
+    ('{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', "is not a row"),
+    ('{"ids": [1, 2, 3], "answers": [[0, 3]], "target": "other"}', "is of another target"),
 ])
 def test_a_line_that_is_no_row(tmp_path, line, words):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'

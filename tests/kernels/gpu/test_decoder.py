@@ -170,7 +170,7 @@ def test_right_kernels_pass(runner):
 
 @pytest.mark.expensive
 def test_states_are_checked(device, backend, monkeypatch):
-    """Of a target with a delta net: a wrong state is found, though it changes no output of this pass."""
+    """Of a target with a DeltaNet layer: a wrong state is found, though it changes no output of this pass."""
     monkeypatch.setattr(checking, "MAX_CONTEXT", 66)
     target = Hybrid(HybridArgs(
         64, 32, 48, 2, 4, 2, 16, delta_layers=(1, 0), delta_heads=2, delta_key_heads=1, delta_key_dim=8,

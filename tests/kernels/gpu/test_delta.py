@@ -1,4 +1,4 @@
-"""Gated delta nets over trees and chains, against their definition."""
+"""Gated DeltaNet over trees and chains, against their definition."""
 import copy
 from functools import partial
 
