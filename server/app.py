@@ -1,4 +1,4 @@
-"""The HTTP side: routes, streams, running. Nothing here touches the model; see `server.worker`."""
+"""HTTP routes and streams. The model runs in `server.worker`."""
 from __future__ import annotations
 
 import asyncio
@@ -34,10 +34,10 @@ OPEN_PATHS = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # withou
 
 
 class Server:
-    """Turns bodies of requests into jobs, and their events into responses.
+    """Turns request bodies into jobs, and their events into responses.
 
-    models: the names that it answers to, its own first. seconds: time limit of a request. measures: every
-    reply has `Reply.metrics`, not only those that ask for them. max_tokens: of answers without such a limit.
+    models: accepted model names, the first is returned. seconds: time limit of a request. measures: add
+    `Reply.metrics` to every reply. max_tokens: default of requests without a limit.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Server:
         self.tokens, self.max_seq_len = TokenFormatter(tokenizer), worker.engine.max_seq_len
 
     def model(self, name: str | None) -> str:
-        """Return the name of the model that a request names. Raises Refusal if it is another one."""
+        """Return the model name of a request. Raises Refusal if it is unknown."""
         if name is not None and name not in self.models:
             words = f"model {printable(name)!r} not found; available: {', '.join(self.models)}"
             raise Refusal(404, words, "model_not_found", "model")
@@ -98,7 +98,7 @@ class Server:
         return jobs
 
     async def respond(self, http: HttpRequest, body: GenerationBody, prepare: Callable) -> Response:
-        """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
+        """Send the reply that `prepare` makes from a body, complete or as a stream. Raises Refusal."""
         http.state.reply = reply = await in_thread(partial(prepare, body))
         if self.measures or reply.body.return_speculation:
             reply.max_commit = self.worker.engine.runner.max_commit
@@ -111,15 +111,14 @@ class Server:
                     raise event
         finally:
             cancel()
-        if not all(job.finish for job in reply.jobs):  # the client has gone
+        if not all(job.finish for job in reply.jobs):  # the client has disconnected
             return Response(status_code=499)
         return JSONResponse(reply.whole())
 
     def _events(self, http: HttpRequest, jobs: list[Job]) -> AsyncIterator:
-        """Submit jobs; returns their events until all have ended or the client has gone. Raises Refusal.
+        """Submit jobs. Returns their events until all have ended or the client disconnects. Raises Refusal.
 
-        Each is a pair: number of the job, Event or Refusal; or (0, None) after `PING_SECONDS` seconds without
-        one.
+        Yields pairs (index of the job, Event or Refusal), and (0, None) after `PING_SECONDS` without one.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -152,7 +151,7 @@ async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> Asyn
 
     async for i, event in events:
         if event is None:
-            yield ": still here\n\n"
+            yield ": keep-alive\n\n"
             continue
         if isinstance(event, Refusal):
             yield sent(reply.failed(event))
@@ -166,7 +165,7 @@ async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> Asyn
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. close: called at the end, also if it comes before the first event."""
+    """Server-sent events. close: called at the end, even without any event."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -197,8 +196,8 @@ def make_app(
 ) -> FastAPI:
     """Create the application.
 
-    key: needed by requests. origins: of pages that may call it from a browser. max_body_bytes: of a request.
-    log: called with a line for every POST request and every error.
+    key: API key. origins: allowed CORS origins. max_body_bytes: maximum size of a request body. log: called
+    with a line for every POST request and every error.
     """
     worker = server.worker
     app = FastAPI(title="EAGLE", redoc_url=None)
@@ -259,7 +258,7 @@ async def _file(name: str, http: HttpRequest) -> Response:
 
 
 def add_tokenizer(app: FastAPI, server: Server) -> None:
-    """Add the routes that use the tokenizer alone."""
+    """Add the routes that only need the tokenizer."""
     tokenizer = server.tokenizer
 
     @app.post("/tokenize")

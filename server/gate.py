@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, limits of bodies, the log; and handlers of errors."""
+"""ASGI middleware for API keys, body limits and logging; error handlers."""
 from __future__ import annotations
 
 import asyncio
@@ -21,8 +21,7 @@ MAX_BUFFERED_BYTES = 256 << 20  # of all incomplete bodies; a single one is limi
 
 
 class Gate:
-    """ASGI middleware. open_paths: need no key. log: receives a line for every POST request and every error.
-    """
+    """ASGI middleware. open_paths: need no API key. log: called with a line per POST request and error."""
 
     def __init__(self, app, key: str | None, max_body_bytes: int, open_paths: tuple[str, ...], log=None):
         self.app, self.key, self.open_paths, self.log = app, key, open_paths, log
@@ -127,7 +126,7 @@ REASONS = {
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Return every error of an app as a Refusal."""
+    """Convert all errors of an app to a Refusal."""
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
@@ -143,7 +142,7 @@ def add_handlers(app: FastAPI) -> None:
         return response
 
     app.add_exception_handler(Refusal, lambda http, e: e.response())
-    bug = Refusal(500, "a bug in the server; see its log")
+    bug = Refusal(500, "internal error; see the server's log")
     app.add_exception_handler(Exception, lambda http, e: bug.response())
     app.add_exception_handler(
         RequestValidationError, lambda http, e: refusal_of_body(e.errors(), http.headers).response()

@@ -12,7 +12,7 @@ PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 
 
 
 class Metrics:
-    """The metrics of one server. model: a label of all. slots: batch slots. max_commit: tokens of a step."""
+    """Metrics of a server. model: label of all. slots: batch slots. max_commit: maximum tokens per step."""
 
     def __init__(self, model: str, slots: int, max_commit: int):
         self.registry = CollectorRegistry()
@@ -25,32 +25,32 @@ class Metrics:
             return add(Histogram, f"vllm:{name}_seconds", what, buckets=buckets)
 
         self._model = model
-        self._running = add(Gauge, "vllm:num_requests_running", "Requests that are being decoded.")
-        self._waiting = add(Gauge, "vllm:num_requests_waiting", "Requests that wait.")
-        add(Gauge, "eagle_places", "Requests that can be decoded at once.").set(slots)
-        self._prompt = add(Counter, "vllm:prompt_tokens", "Tokens of prompts.")
+        self._running = add(Gauge, "vllm:num_requests_running", "Running requests.")
+        self._waiting = add(Gauge, "vllm:num_requests_waiting", "Waiting requests.")
+        add(Gauge, "eagle_slots", "Batch slots.").set(slots)
+        self._prompt = add(Counter, "vllm:prompt_tokens", "Prompt tokens.")
         self._queries = add(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the caches.")
         self._cached = add(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the caches.")
-        self._generated = add(Counter, "vllm:generation_tokens", "Tokens of outputs.")
-        self._first = seconds("time_to_first_token", "From a request to its first token.")
+        self._generated = add(Counter, "vllm:generation_tokens", "Output tokens.")
+        self._first = seconds("time_to_first_token", "Time to first token.")
         self._per_token = seconds(
-            "time_per_output_token", "From token to token, shared by the tokens of a step.", PER_TOKEN
+            "time_per_output_token", "Inter-token latency: step time / tokens of the step.", PER_TOKEN
         )
-        self._whole = seconds("e2e_request_latency", "From a request to its end.")
+        self._whole = seconds("e2e_request_latency", "End-to-end latency.")
         self._ended = add(
-            Counter, "vllm:request_success", "Requests that ended, by reason.", ("finished_reason",)
+            Counter, "vllm:request_success", "Finished requests by reason.", ("finished_reason",)
         )
         self._drafts = add(Counter, "vllm:spec_decode_num_drafts", "Drafted trees.")
-        self._nodes = add(Counter, "vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = add(Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        self._nodes = add(Counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted = add(Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         by_depth = add(
             Counter, "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafted tokens by position after the root.", ("position",),
+            "Accepted draft tokens by position after the root.", ("position",),
         )
         self._by_depth = [by_depth.labels(model, str(i)) for i in range(max_commit - 1)]
         self._steps = add(Counter, "eagle_steps", "Steps of requests; tokens per step is tau.")
         self._fallback = add(
-            Gauge, "eagle_fallback", "Parts of a GPU's path that run in a slower way, by reason.", ("reason",)
+            Gauge, "eagle_fallback", "GPU kernels replaced by slower code, by reason.", ("reason",)
         )
         self._fallbacks: list[str] = []
 
@@ -83,7 +83,7 @@ class Metrics:
                 counter.inc()
 
     def ended(self, job) -> None:
-        """Count a job that has ended."""
+        """Count a finished job."""
         self._ended.labels(self._model, job.finish).inc()
         self._whole.observe(time.perf_counter() - job.arrived)
 

@@ -1,7 +1,7 @@
-"""A server on several ranks: rank 0 has the requests, the others repeat the calls of its engine.
+"""Serving on several ranks: rank 0 handles requests, the others repeat the calls to its engine.
 
-Three methods change an engine: admit, step, remove. Rank 0 sends each call to the others before it makes it.
-The result is the same on all ranks, as no decision depends on time.
+Three methods change an engine: admit, step, remove. Rank 0 broadcasts each call before it makes it. No
+decision depends on time, so results are equal on all ranks.
 """
 from __future__ import annotations
 

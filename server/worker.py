@@ -74,7 +74,7 @@ class Worker(threading.Thread):
             if self.closing or self.failed:
                 raise Refusal(503, self.failed or SHUTTING_DOWN, "closing")
             if self.running + self.waiting + len(jobs) > self.capacity:
-                raise Refusal(429, f"no room for {len(jobs)} more: try again later", "queue_full")
+                raise Refusal(429, f"the queue has no space for {len(jobs)} more; retry later", "queue_full")
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -122,7 +122,7 @@ class Worker(threading.Thread):
                         log_stderr(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
         except Exception as e:  # not even removing a request works: the device has failed
-            self.failed = f"decoding cannot go on ({first_line(e)}); see the server's log"
+            self.failed = f"decoding has failed ({first_line(e)}); see the server's log"
             log_stderr(f"error: {self.failed}")
         self._refuse_all(Refusal(503, self.failed or SHUTTING_DOWN))
 
@@ -144,7 +144,7 @@ class Worker(threading.Thread):
         now = time.perf_counter()
         for job in self._jobs():
             if now - job.arrived > job.seconds:
-                self._refuse(job, Refusal(504, f"the request has taken its {job.seconds:g} seconds"))
+                self._refuse(job, Refusal(504, f"the request exceeded its time limit of {job.seconds:g} s"))
         while self.engine.free and self._waiting:
             self._admit(self._waiting[0])
         if self.engine.busy:

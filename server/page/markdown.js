@@ -1,14 +1,14 @@
-// Markdown as nodes of the page. markdown-it escapes HTML, so what a model writes cannot become markup or script.
+// Render Markdown to DOM nodes. markdown-it escapes HTML, so model output cannot become markup or script.
 import markdownit from "./markdown-it.js";
 
 const md = markdownit({ html: false, breaks: true });
 md.validateLink = (url) => /^https?:\/\//i.test(url);
-md.renderer.rules.image = (tokens, i) => { // nothing is fetched from another machine
+md.renderer.rules.image = (tokens, i) => { // fetch nothing from other machines
   const { escapeHtml } = md.utils, { content, attrs } = tokens[i];
   return `<a href="${escapeHtml(new Map(attrs).get("src"))}">${escapeHtml(content)}</a>`;
 };
 
-// Put the parts of rendered text that marks cover, ranges [start, end, probability] of the source, into spans.
+// Wrap marked parts of the rendered text in spans. marks: ranges [start, end, probability] of the source.
 // Rendered characters come in the order of the source, which has markup between them.
 function color(into, source, marks) {
   const walker = document.createTreeWalker(into, NodeFilter.SHOW_TEXT), texts = [];

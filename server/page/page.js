@@ -1,14 +1,14 @@
-// The page: conversations kept in the browser, answers streamed from the server that serves this file.
+// The chat page: conversations are stored in the browser, answers are streamed from the server of this file.
 import { render } from "./markdown.js";
 import { draw, percent, svg } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_tokens"];
-const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "beside", "colored"];
-const STORED_TREES = 32; // of the conversation in view
-const FEWEST = 40; // tokens of answers whose speeds are compared
-// Prompts with many accepted drafts: 1.7 to 2.1 tokens per step with smollm2-135m and its EAGLE-3 head, means
-// of three seeds at temperature 0.7. The seeds are not those that the prompts were chosen by.
+const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "compare", "colored"];
+const STORED_TREES = 32; // draft trees stored with the open conversation
+const MIN_COMPARED_TOKENS = 40; // speeds of shorter answers are not compared
+// Example prompts with high acceptance: 1.7 to 2.1 tokens per step with smollm2-135m and its EAGLE-3 head, means
+// of three seeds at temperature 0.7, other seeds than those used to choose them.
 const PROMPTS = [
   "Write a Python function that checks whether a number is prime.", "List the months of the year.",
   "What are the planets of the solar system?", "Write a letter to a friend about the sea.",
@@ -17,20 +17,20 @@ const ICONS = {
   copy: "M5.5 5.5h8v8h-8zM10.5 5.5v-3h-8v8h3", done: "M3 8.5l3.5 3.5L13 4.5", again: "M13 8a5 5 0 1 1-1.5-3.6L13 6V2.5M13 6H9.5",
   edit: "M3 13l1-3.5 7-7 2.5 2.5-7 7z", delete: "M3 4.5h10M6.5 4.5v-2h3v2M4.5 4.5l.5 9h6l.5-9",
 };
-const ENDINGS = { stop: "", length: "cut at the limit of tokens", stopped: "stopped" };
+const ENDINGS = { stop: "", length: "stopped at the token limit", stopped: "stopped" };
 const store = {
   read(key, otherwise) {
     try { return JSON.parse(localStorage.getItem(`eagle.${key}`)) ?? otherwise; } catch { return otherwise; }
   },
   write(key, value) {
     try { localStorage.setItem(`eagle.${key}`, JSON.stringify(value)); }
-    catch { say("This browser keeps no more: delete a conversation."); }
+    catch { notify("Browser storage is full: delete a conversation."); }
   },
 };
 
-// The part of a stored list that can be shown: another page, or an older version of this one, may have written
-// it. An answer that had not begun is left out: a reload came before its first word.
-function sound(list) {
+// Return the valid conversations of a stored list, which another page or an older version may have written. Empty
+// answers, interrupted before their first token, are dropped.
+function validConversations(list) {
   const isMessage = (one) => one && ["user", "assistant"].includes(one.role) && typeof one.content === "string";
   const found = (Array.isArray(list) ? list : []).filter((one) => one && typeof one.title === "string"
     && Array.isArray(one.messages) && one.messages.every(isMessage));
@@ -38,19 +38,19 @@ function sound(list) {
   return found;
 }
 
-let conversations = sound(store.read("conversations", []));
+let conversations = validConversations(store.read("conversations", []));
 let current = null; // a conversation: {id, title, messages: [{role, content, marks, trees, figures, finish, plain}]}
 let running = null; // the answer in progress: {stop, message}
-let edited = null; // the message in the input: {index, unsent}; unsent: words that it displaced
-let trees = [], shown = 0, pinned = false; // of the steps of the last answer, the one shown, not the last one
-let method = "none"; // the server's, of --speculate
+let edited = null; // the message being edited: {index, unsent}; unsent: the draft that it replaced in the input
+let trees = [], shown = 0, pinned = false; // trees of the last answer, index of the one shown, not the latest
+let method = "none"; // the server's drafter, see --speculate
 let drafts = true; // the server has a drafter
 
-// -- what is shown ---------------------------------------------------------------------------
+// -- rendering --------------------------------------------------------------------------------
 
 // Show a notice with at most one action; null hides it.
-function say(words, action, act) {
-  const button = element("button", { type: "button", onclick: () => { say(null); act?.(); } }, action ?? "Close");
+function notify(words, action, act) {
+  const button = element("button", { type: "button", onclick: () => { notify(null); act?.(); } }, action ?? "Close");
   $("banner").replaceChildren(...(words ? [words, button] : []));
   const follows = atEnd();
   $("banner").classList.toggle("note", Boolean(action));
@@ -58,7 +58,7 @@ function say(words, action, act) {
   if (follows) toEnd();
 }
 
-// Fill the input. Words that are not sent outlive a reload.
+// Set the input, which survives a reload.
 function fill(words) {
   $("input").value = words;
   keepInput();
@@ -80,12 +80,12 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// A button that shows an icon; its name is for the pointer and for screen readers.
+// A button with an icon; the name is its tooltip and label.
 function icon(sign, name, onclick) {
   return element("button", { type: "button", class: "icon", "aria-label": name, title: name, onclick }, picture(sign));
 }
 
-// Icons are drawn: fonts lack their signs on some machines.
+// Icons are SVG: some fonts lack the characters.
 function picture(sign) {
   return svg("svg", { viewBox: "0 0 16 16", "aria-hidden": true }, svg("path", { d: ICONS[sign] }));
 }
@@ -96,17 +96,17 @@ function copier(text) {
       button.replaceChildren(picture("done"));
       setTimeout(() => button.replaceChildren(picture("copy")), 1500);
     };
-    if (navigator.clipboard) navigator.clipboard.writeText(text()).then(done, () => say("Copying is not allowed here."));
-    else say("Copying needs https or localhost.");
+    if (navigator.clipboard) navigator.clipboard.writeText(text()).then(done, () => notify("The browser denied access to the clipboard."));
+    else notify("Copying needs https or localhost.");
   });
 }
 
-// One answer, as it comes: its text, and a line of figures.
+// An answer while it streams: its text and a line of statistics.
 class Panel {
   constructor(name, answer) {
     this.answer = answer;
-    this.thoughts = element("div", { class: "thoughts" });
-    this.aside = element("details", {}, element("summary", {}, "Reasoning"), this.thoughts);
+    this.reasoning = element("div", { class: "reasoning" });
+    this.aside = element("details", {}, element("summary", {}, "Reasoning"), this.reasoning);
     this.text = element("div", { class: "text" });
     this.figures = element("div", { class: "figures" });
     this.node = element("section", { "aria-label": name }, element("h2", {}, name), this.aside, this.text, this.figures);
@@ -115,15 +115,15 @@ class Panel {
 
   show() {
     const { answer } = this;
-    this.aside.hidden = !answer.thoughts;
-    this.thoughts.textContent = answer.thoughts ?? "";
+    this.aside.hidden = !answer.reasoning;
+    this.reasoning.textContent = answer.reasoning ?? "";
     render(this.text, answer.content, answer.marks, copier);
     const { tokens = 0, steps = 0, seconds = 0, error, waiting } = answer.figures ?? {};
     const grows = running && [running.message, running.message.plain].includes(answer);
     const ending = error ?? (grows ? "" : ENDINGS[answer.finish] ?? "interrupted");
     this.figures.classList.toggle("failed", Boolean(error));
     const parts = [];
-    if (waiting && grows) parts.push("waiting for a place ...");
+    if (waiting && grows) parts.push("waiting for a slot ...");
     if (speed(answer)) parts.push(`${speed(answer).toFixed(1)} tokens/s`);
     if (steps) parts.push(`${((tokens - 1) / steps).toFixed(2)} tokens per step (τ)`);
     if (tokens) parts.push(count(tokens, "token"), `${seconds.toFixed(1)} s`);
@@ -132,22 +132,22 @@ class Panel {
   }
 }
 
-// Tokens per second, 0 for a few that came at once: their times are those of the network.
+// Tokens per second; 0 if the tokens arrived at once, so that there is nothing to time.
 function speed({ figures: { tokens = 0, seconds = 0 } = {} }) {
   return seconds > 0.05 ? (tokens - 1) / seconds : 0;
 }
 
-// The comparison of two complete answers.
+// Compare two complete answers.
 function speedup(message) {
   const done = (answer) => ["stop", "length"].includes(answer.finish);
   if (!message.plain || !done(message) || !done(message.plain)) return [];
   const fewest = Math.min(message.figures.tokens, message.plain.figures.tokens);
-  if (fewest < FEWEST || !speed(message) || !speed(message.plain)) {
+  if (fewest < MIN_COMPARED_TOKENS || !speed(message) || !speed(message.plain)) {
     return [element("div", { class: "speedup" }, `${count(fewest, "token")}: too few to compare speeds`)];
   }
   const ratio = (speed(message) / speed(message.plain)).toFixed(2);
   return [element("div", { class: "speedup" }, element("strong", {}, `${ratio}×`),
-    "the speed of plain decoding, in this one run · ",
+    "the speed of plain decoding (one run) · ",
     message.content === message.plain.content ? "identical output" : "output differs")];
 }
 
@@ -161,7 +161,7 @@ function messageNode(message, index) {
   const { plain } = message;
   const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : message.model || $("model").textContent || "Assistant", message)];
   if (plain) panels.push(new Panel("Plain decoding", plain));
-  const node = element("article", { class: `message assistant${plain ? " beside" : ""}` },
+  const node = element("article", { class: `message assistant${plain ? " compared" : ""}` },
     element("div", { class: "answers" }, ...panels.map((panel) => panel.node)), ...(plain ? speedup(message) : []),
     element("div", { class: "tools" }, copier(() => message.content), ...again));
   node.panels = panels;
@@ -176,10 +176,10 @@ function welcome() {
     fill(unsent);
   };
   const explained = drafts
-    ? "Several words are drafted at once, and the model checks them in one pass: same answer, fewer steps."
-    : "It decodes without drafts; --speculate adds them.";
-  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Colored words"),
-    " were drafted and accepted. The model wrote the others itself.");
+    ? "Draft tokens are verified in one forward pass: same output, fewer steps."
+    : "Plain decoding; start the server with --speculate to draft.";
+  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Colored text"),
+    " was drafted and accepted, the rest was generated by the model.");
   return element("section", { class: "welcome" },
     element("p", {}, `Chat with ${$("model").textContent || "a model"} on this server. ${explained}`), ...(drafts ? [legend] : []),
     element("div", { class: "prompts" },
@@ -210,13 +210,14 @@ function showList() {
   const sought = $("search").value.trim().toLowerCase();
   const has = (one) => [one.title, ...one.messages.map(({ content }) => content)].join("\n").toLowerCase().includes(sought);
   const found = conversations.filter(has);
-  const none = sought && !found.length ? [element("li", { class: "none" }, "No conversation has these words.")] : [];
+  const none = sought && !found.length ? [element("li", { class: "none" }, "No matching conversation.")] : [];
   $("conversations").replaceChildren(...none, ...found.map((one) => element("li", {},
     element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
     icon("edit", `Rename ${one.title}`, () => rename(one)), icon("delete", `Delete ${one.title}`, () => remove(one)))));
 }
 
-// Store all conversations, with the trees of the last answer in view. An old answer stays until a new one is complete.
+// Store all conversations, with the trees of the open one's last answer. A regenerated answer replaces the old one
+// when it is complete.
 function keep() {
   const messages = (one) => ((one === running?.conversation && running.old) || one.messages).map((message, i, all) => ({
     ...message, trees: one === current && i === all.length - 1 ? message.trees?.slice(-STORED_TREES) : undefined }));
@@ -229,10 +230,10 @@ function put(conversation, messages) {
   open(conversation);
 }
 
-// Take what another tab has kept or deleted, but for a conversation that is answered here.
+// Load the changes of another tab, except to a conversation that is being answered here.
 addEventListener("storage", (event) => {
   if (event.key !== "eagle.conversations") return;
-  conversations = sound(store.read("conversations", [])).map((one) => (running && one.id === current.id ? current : one));
+  conversations = validConversations(store.read("conversations", [])).map((one) => (running && one.id === current.id ? current : one));
   const mine = conversations.find((one) => one.id === current.id);
   if (mine && mine !== current) {
     if (edited !== null) endEdit();
@@ -240,7 +241,7 @@ addEventListener("storage", (event) => {
     showConversation();
   } else showList();
 });
-addEventListener("pagehide", () => running && keep()); // the last words of a half answer
+addEventListener("pagehide", () => running && keep()); // store a partial answer
 
 function open(conversation) {
   if (running) running.left = true;
@@ -259,7 +260,7 @@ function begin() {
 }
 
 function rename(conversation) {
-  conversation.title = prompt("Name of the conversation:", conversation.title)?.trim() || conversation.title;
+  conversation.title = prompt("Rename conversation:", conversation.title)?.trim() || conversation.title;
   keep();
   if (conversation === current) $("title").textContent = $("title").title = current.title;
   showList();
@@ -272,7 +273,7 @@ function remove(conversation) {
   keep();
   if (conversation === current) begin();
   else showList();
-  say(`Deleted "${conversation.title}".`, "Undo", () => {
+  notify(`Deleted "${conversation.title}".`, "Undo", () => {
     conversation.deleted = false;
     conversations.splice(index, 0, conversation);
     keep();
@@ -280,27 +281,27 @@ function remove(conversation) {
   });
 }
 
-// Delete a message of the user and its answer.
+// Delete a user message and its answer.
 function removeTurn(index) {
   const conversation = current, before = current.messages;
   let next = index + 1;
   while (before[next]?.role === "assistant") next += 1;
   put(conversation, before.filter((_, i) => i < index || i >= next));
-  say("Message deleted.", "Undo", () => put(conversation, before));
+  notify("Message deleted.", "Undo", () => put(conversation, before));
 }
 
-// Put a message into the input. Sending replaces it and all that follows; Escape ends the edit.
+// Edit a message in the input. Sending replaces it and all later ones; Escape cancels.
 function edit(index) {
   edited = { index, unsent: edited?.unsent ?? $("input").value };
   fill(current.messages[index].content);
   $("input").focus();
-  say("Sending replaces the message and what follows it.", "Cancel", endEdit);
+  notify("Sending replaces this message and all later ones.", "Cancel", endEdit);
 }
 
 function endEdit() {
   fill(edited?.unsent ?? "");
   edited = null;
-  say(null);
+  notify(null);
 }
 
 function save() {
@@ -315,7 +316,7 @@ function toggleSide(shown) {
   $("menu").setAttribute("aria-expanded", String(shown));
 }
 
-// -- asking the server -----------------------------------------------------------------------
+// -- requests -------------------------------------------------------------------------------
 
 function headers() {
   const key = sessionStorage.getItem("eagle.key");
@@ -364,11 +365,11 @@ function askForKey() {
       sessionStorage.setItem("eagle.key", key);
       return true;
     }
-    words = "An API key has only letters without accents, digits and signs. The key:";
+    words = "API keys are printable ASCII characters without spaces. API key:";
   }
 }
 
-// Mark the drafted start of a step's text, token by token where the texts of tokens add up to it.
+// Mark the drafted prefix of a step's text, token by token if the token texts add up to it.
 function mark(answer, { text, tree }) {
   let at = answer.content.length;
   const path = tree?.path.slice(1) ?? [];
@@ -383,7 +384,7 @@ function mark(answer, { text, tree }) {
   }
 }
 
-// One answer from the server into `answer`; `seen` is called as it grows.
+// Stream an answer from the server into `answer`. seen: called on every chunk.
 async function ask(body, answer, signal, seen) {
   answer.figures = { tokens: 0, steps: 0, seconds: 0, waiting: true };
   let first = 0;
@@ -393,8 +394,8 @@ async function ask(body, answer, signal, seen) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
       if (!choice) continue;
-      const { content, reasoning_content: thoughts } = choice.delta;
-      if (thoughts) answer.thoughts = (answer.thoughts ?? "") + thoughts;
+      const { content, reasoning_content: reasoning } = choice.delta;
+      if (reasoning) answer.reasoning = (answer.reasoning ?? "") + reasoning;
       const step = choice.speculation;
       if (step) {
         const figures = answer.figures;
@@ -415,10 +416,10 @@ async function ask(body, answer, signal, seen) {
     const cause = signal.reason ?? error;
     if (cause.name === "AbortError") answer.finish = "stopped";
     else if (cause instanceof TypeError) {
-      // Leaving the page breaks its connections too: then nothing runs after this line.
+      // Leaving the page also closes its connections: then nothing runs after this line.
       await new Promise((resolve) => setTimeout(resolve, 700));
       const gone = !(await health())?.ok;
-      answer.figures.error = gone ? "the server has gone" : "the connection broke";
+      answer.figures.error = gone ? "server unreachable" : "connection lost";
       if (gone) watch();
     } else answer.figures.error = cause.message;
   }
@@ -426,20 +427,20 @@ async function ask(body, answer, signal, seen) {
   seen();
 }
 
-// The answer of the server to a short question, null without one.
+// The response of GET /health; null without one.
 function health() {
   return fetch("health", { cache: "no-store", signal: AbortSignal.timeout(10_000) }).catch(() => null);
 }
 
-// The server does not answer: say so until it does.
+// The server is unreachable: show a notice until it responds.
 let watching = false;
 async function watch() {
-  say("The server does not answer. Trying again ...");
+  notify("Server unreachable. Retrying ...");
   if (watching) return;
   watching = true;
   while (!(await health())?.ok) await new Promise((resolve) => setTimeout(resolve, 1000));
   watching = false;
-  say(null);
+  notify(null);
   about();
 }
 
@@ -452,7 +453,7 @@ async function about() {
     drafts = model.speculation;
     method = model.method;
     $("drafting").hidden = !drafts;
-    if (!running) showConversation(); // with the model's name
+    if (!running) showConversation(); // show the model's name
   } catch { watch(); }
 }
 
@@ -461,7 +462,7 @@ function settings() {
   return { ...numbers, seed: Number($("seed").value || Math.floor(Math.random() * 2 ** 31)) };
 }
 
-// The first words of a text, whole ones where that is possible.
+// Shorten a text, at a word boundary if possible.
 function shortened(text, most = 40) {
   const words = text.trim().replace(/\s+/g, " ");
   if (words.length <= most) return words;
@@ -469,8 +470,8 @@ function shortened(text, most = 40) {
   return `${words.slice(0, end > 0 ? end : most)} …`;
 }
 
-// Ask for an answer to the conversation. before, title, edit: what was there, for when it is refused. words: just
-// sent; a new answer to an old message has none.
+// Request an answer to the conversation. before, title, edit: the previous state, restored on an error. words: the
+// message just sent; undefined when regenerating.
 async function reply({ before, words, title, edit }) {
   const conversation = current;
   const written = conversation.messages.filter(({ content }) => content)
@@ -480,32 +481,32 @@ async function reply({ before, words, title, edit }) {
   if (system) history.unshift({ role: "system", content: system });
   const body = { messages: history, stream: true, return_speculation: true, ...settings() };
   const message = { role: "assistant", content: "", marks: [], trees: [], method, model: $("model").textContent };
-  if (drafts && $("beside").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
+  if (drafts && $("compare").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
   conversation.messages = [...conversation.messages, message];
   const control = new AbortController();
-  // A machine that sleeps, or a network that is left, ends no stream.
+  // A suspended machine or a lost network does not end the stream.
   const guard = setInterval(async () => { if (!(await health())) control.abort(new TypeError()); }, 5000);
-  const old = before.at(-1)?.role === "assistant" && !words ? before : null; // with the answer to replace
+  const old = before.at(-1)?.role === "assistant" && !words ? before : null; // with the answer to be replaced
   const mine = { stop: () => control.abort(), message, conversation, old };
   running = mine;
   document.body.classList.add("running");
-  say(null);
+  notify(null);
   if (!conversations.includes(conversation)) conversations.unshift(conversation);
-  if (words) keep(); // the question is there after a reload; an old answer stays until the new one begins
+  if (words) keep(); // so that a reload has the message
   let kept = performance.now();
   pinned = false;
   showConversation();
   const node = $("messages").lastElementChild;
   let due = false;
   const seen = (newest) => {
-    if (newest?.texts.length > 1) message.trees.push(newest); // else a step without a draft
+    if (newest?.texts.length > 1) message.trees.push(newest); // otherwise the step had no draft
     if (performance.now() - kept > 2000 && message.content && !conversation.deleted) {
       kept = performance.now();
       keep();
     }
     if (due) return;
     due = true;
-    setTimeout(() => { // not at every frame: rendering takes time from a server on this machine
+    setTimeout(() => { // not every frame: rendering slows down a server on this machine
       due = false;
       if (conversation !== current) return;
       const follows = atEnd();
@@ -515,7 +516,7 @@ async function reply({ before, words, title, edit }) {
     }, 100);
   };
   await ask({ ...body, speculate: drafts && $("speculate").checked }, message, control.signal, seen);
-  // One after the other: together, each would slow the other down.
+  // Sequentially: in parallel they would slow each other down.
   if (message.plain && message.content && !message.figures.error && !control.signal.aborted) {
     await ask({ ...body, speculate: false }, message.plain, control.signal, () => seen());
   } else if (message.plain) delete message.plain;
@@ -526,7 +527,7 @@ async function reply({ before, words, title, edit }) {
   }
   const { error } = message.figures, unfinished = !["stop", "length"].includes(message.finish);
   if (old && unfinished && (error || mine.left)) conversation.messages = old;
-  else if (!message.content && unfinished) { // refused, or stopped before it began
+  else if (!message.content && unfinished) { // rejected, or stopped before the first token
     conversation.messages = error || !words ? before : conversation.messages.slice(0, -1);
     if (error && words) {
       conversation.title = title;
@@ -541,13 +542,13 @@ async function reply({ before, words, title, edit }) {
     showConversation();
     if (!follows) $("messages").scrollTop = at;
   }
-  if (error && !watching) say(error);
+  if (error && !watching) notify(error);
   else if (old && unfinished && message.content && !mine.left) {
-    say("Stopped.", "Back to the old answer", () => put(conversation, old));
+    notify("Stopped.", "Restore previous answer", () => put(conversation, old));
   }
 }
 
-// Show the tree of a step: without a number, the last one, or the one that was chosen.
+// Show the tree of a step; default: the latest, or the pinned one.
 function showTree(number = pinned ? Math.min(shown, trees.length - 1) : trees.length - 1) {
   const follows = atEnd(), tree = trees[number];
   shown = number;
@@ -559,7 +560,7 @@ function showTree(number = pinned ? Math.min(shown, trees.length - 1) : trees.le
   $("earlier").disabled = number === 0;
   $("later").disabled = number === trees.length - 1;
   draw($("drawing"), tree);
-  if (follows) toEnd(); // the panel takes room from the messages
+  if (follows) toEnd(); // the panel shrinks the message area
 }
 
 function send(event) {
@@ -581,7 +582,7 @@ function regenerate() {
   reply({ before });
 }
 
-// -- everything at its place -----------------------------------------------------------------
+// -- setup ----------------------------------------------------------------------------------
 
 const stored = store.read("settings", {});
 const kept = stored && typeof stored === "object" ? stored : {};
@@ -591,10 +592,10 @@ for (const id of SETTINGS) {
   if (id in kept) input[field] = kept[id];
   input.addEventListener("change", () => {
     if (input.value === "") input.value = input.defaultValue;
-    if (!input.validity.valid) { // take the nearest value that the server accepts
+    if (!input.validity.valid) { // clamp to what the server accepts
       const value = input.step === "any" ? Number(input.value) : Math.round(input.value);
       input.value = Math.min(input.max, Math.max(input.min, value));
-      say(`${input.parentElement.textContent.trim()}: from ${input.min} to ${input.max}, so it is ${input.value} now.`);
+      notify(`${input.parentElement.textContent.trim()}: must be ${input.min} to ${input.max}; set to ${input.value}.`);
     }
     store.write("settings", Object.fromEntries(SETTINGS.map((name) => {
       const one = $(name);
@@ -607,7 +608,7 @@ applySettings();
 
 function applySettings() {
   document.body.classList.toggle("colored", $("colored").checked);
-  $("beside").disabled = !$("speculate").checked; // plain decoding is not compared with itself
+  $("compare").disabled = !$("speculate").checked; // plain decoding is not compared with itself
 }
 
 function dark(on) {
@@ -625,8 +626,8 @@ $("stop").addEventListener("click", () => { running?.stop(); $("input").focus();
 $("export").addEventListener("click", save);
 $("tree").open = store.read("tree", false);
 $("tree").firstElementChild.addEventListener("click", () => {
-  store.write("tree", !$("tree").open); // soon so
-  if (atEnd()) requestAnimationFrame(toEnd); // the panel takes room from the messages
+  store.write("tree", !$("tree").open); // the click toggles it afterwards
+  if (atEnd()) requestAnimationFrame(toEnd); // the panel shrinks the message area
 });
 $("earlier").addEventListener("click", () => showTree(shown - 1));
 $("later").addEventListener("click", () => showTree(shown + 1));
@@ -641,12 +642,12 @@ document.addEventListener("keydown", (event) => {
     if ($("side").classList.contains("shown")) { toggleSide(false); $("menu").focus(); }
     else if (edited !== null) endEdit();
     else if (running) running.stop();
-    else if (!watching) say(null);
+    else if (!watching) notify(null);
     $("tip").hidden = true;
   }
   if (event.altKey && event.key.toLowerCase() === "n") { event.preventDefault(); begin(); }
 });
-// A probability under the pointer, or of what is tapped.
+// Tooltips with probabilities, on hover or tap.
 for (const kind of ["pointerover", "click"]) {
   document.addEventListener(kind, (event) => {
     const over = event.target.closest("[data-tip]");

@@ -1,4 +1,4 @@
-// A drafted tree as a picture: the root on the left, a column for each level, the accepted path marked.
+// Draw a draft tree as SVG: the root on the left, a column for each level, the accepted path marked.
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 92, HEIGHT = 24, BOX = 80, GAP = 4;
 
@@ -23,7 +23,7 @@ export function draw(into, { texts, parent, path, scores }) {
   const places = [];
   let rows = 0;
   const place = (node, depth) => {
-    // Children follow in order; a node stands beside its first child.
+    // Children follow in order; a node is level with its first child.
     const first = rows;
     for (const child of children[node]) place(child, depth + 1);
     if (!children[node].length) rows += 1;

@@ -48,7 +48,7 @@ OF_CHATS = (
     (b'{"messages": ', "the body is not JSON: Expecting value (character 13)"),
     ({"messages": []}, "messages is []; expected at least 1 item"),
     ({"messages": [{"role": "me"}]}, "messages.0.role is 'me'; expected 'system', "),
-    ({"messages": [*MESSAGES, {"role": "user"}]}, "messages.1.content is missing; expected a text, or tool"),
+    ({"messages": [*MESSAGES, {"role": "user"}]}, "messages.1.content is missing; expected a text or tool"),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content is missing; expected"),
     ({"temperature": "hot"}, "temperature is 'hot'; expected a valid number"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not text"),

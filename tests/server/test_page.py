@@ -122,7 +122,7 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     page.get_by_label("Search in conversations").fill("second")  # a message, too
     expect(names).to_have_text(["second"])
     page.get_by_label("Search in conversations").fill("nowhere")
-    expect(page.locator("#conversations")).to_have_text("No conversation has these words.")
+    expect(page.locator("#conversations")).to_have_text("No matching conversation.")
     page.get_by_label("Search in conversations").fill("")
     page.once("dialog", lambda dialog: dialog.accept("first"))
     press(page, "Rename the oldest")
@@ -197,15 +197,15 @@ def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
     page.on("dialog", lambda dialog: dialog.accept("secret"))
     with serving(golden, tmp_path / "one", *options) as server:
         page.goto(server.url)
-        expect(page.locator(".welcome")).to_contain_text("without drafts")
+        expect(page.locator(".welcome")).to_contain_text("Plain decoding")
         expect(page.locator("#drafting")).to_be_hidden()
         fill(page, most=1900, temperature=2)
         page.get_by_label("Message", exact=True).fill("long")
         page.keyboard.press("Enter")
         expect(page.locator(".assistant .figures")).to_contain_text("tokens/s", timeout=30_000)
         server.process.kill()
-        expect(page.locator("#banner")).to_contain_text("does not answer")
-        expect(page.locator(".assistant .figures")).to_contain_text("the server has gone")
+        expect(page.locator("#banner")).to_contain_text("unreachable")
+        expect(page.locator(".assistant .figures")).to_contain_text("server unreachable")
     with serving(golden, tmp_path / "two", *options):
         expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
         fill(page, most=5)
@@ -248,7 +248,7 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     page.get_by_label("Compare with plain decoding").uncheck()
     press(page, "Regenerate")
     ended(page)
-    expect(page.locator(".figures")).to_contain_text("cut at the limit of tokens")
+    expect(page.locator(".figures")).to_contain_text("stopped at the token limit")
     text = page.locator(".assistant .text").inner_text()
     fill(page, most=280, temperature=2)
 
@@ -269,7 +269,7 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     page.keyboard.press("Escape")
     ended(page)
     expect(page.locator(".figures")).to_contain_text("stopped")
-    press(page, "Back to the old answer")
+    press(page, "Restore previous answer")
     expect(page.locator(".assistant .text")).to_have_text(text)
     fill(page, most=20)
     press(page, "Regenerate")  # the place is free again

@@ -154,7 +154,7 @@ def test_parameters_have_the_types_of_the_schema(name, text, value):
 
 def test_templates_that_define_no_calls():
     for template in (None, TAGGED, "{{ tools }}"):
-        with pytest.raises(InputError, match="defines no calls"):
+        with pytest.raises(InputError, match="unknown tool call format"):
             call_format(template)
 
 

@@ -259,13 +259,13 @@ def test_a_last_message_goes_on(bpe, tmp_path, form, message):
         (chat, {**field, "add_generation_prompt": True}), (prefix, {"continue_final_message": False}),
         (prefix, {"add_generation_prompt": True}), ([{"role": "user", "content": "x", "prefix": True}], {}),
     ):
-        with pytest.raises(InputError, match="contradict"):
+        with pytest.raises(InputError, match="cannot both be true"):
             tok.chat(messages, **variables)
 
 
 def test_a_message_that_a_template_changes_does_not_go_on(bpe, tmp_path):
     tok = with_template(bpe, tmp_path, "{% for m in messages %}{{ m.content.split('/')[-1] }}{% endfor %}")
-    for content, words in ("a/b", "as it is"), (None, "has no content"):
+    for content, words in ("a/b", "changes the last"), (None, "has no content"):
         with pytest.raises(InputError, match=words):
             tok.chat([{"role": "assistant", "content": content, "tool_calls": [call({})]}],
                      continue_final_message=True)
