@@ -1,4 +1,4 @@
-"""The core alone, in a folder of its own, decodes the golden traces; and it does not grow."""
+"""The core runs without other packages, reproduces the golden traces, and does not grow."""
 import ast
 import json
 import os
@@ -10,7 +10,7 @@ from dataclasses import astuple
 from helpers import GOLDEN, ROOT
 from helpers.decoding import Trace
 
-# What one EAGLE request in PyTorch imports, and what compiles and captures it. Numbers may only fall.
+# Files that an EAGLE request in PyTorch imports, and engine/graphs.py. Numbers may only fall.
 CORE = (
     "checkpoint/__init__.py", "checkpoint/load.py", "common/__init__.py",
     "common/cli.py", "common/errors.py", "common/machine.py", "common/schema.py",
@@ -50,7 +50,7 @@ def syntax_nodes(path) -> int:
 
 
 def run_alone(folder, *command) -> str:
-    """Run Python in a folder that it finds modules in, without the checkout. Returns its stdout."""
+    """Run Python in a folder, without the checkout on its path. Returns its stdout."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
@@ -60,7 +60,7 @@ def run_alone(folder, *command) -> str:
 
 
 def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
-    """Node for node, with every other folder deleted; and the command prints a text."""
+    """All nodes equal, without any other package; and the command prints text."""
     for name in CORE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

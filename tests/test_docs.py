@@ -1,4 +1,4 @@
-"""The documents name what exists: links, files, functions, options of commands, lines of the diffs."""
+"""Names in the documentation exist: links, files, functions, command line options, lines of diffs."""
 import importlib
 import re
 
@@ -13,7 +13,7 @@ COMMANDS = "generate", "serve", "convert_checkpoint", "quantize", "train", "eval
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return GitHub's anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -25,8 +25,8 @@ MIN_ANSWER_TOKENS = 3  # the root (from the target), one for the head to read, o
 class Line(BaseModel):
     """A line of a shard: a row, or a skipped conversation.
 
-    talk: digest of the conversation (`training.writing`). ended: this is its last line. left_out: the reason
-    why it was skipped.
+    talk: digest of the conversation (`training.collector`). ended: this is its last line. left_out: the
+    reason why it was skipped.
     """
 
     ids: list[Whole] = []

@@ -39,13 +39,13 @@ from networks.weights import own_state
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
+from training.collector import Collector
 from training.features import Features, training_copy, without_layers
 from training.heads import HEAD_OPTIONS, TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer, check_same, read_state, state_errors
 from training.validate import ANSWER_TOKENS, acceptance_length
-from training.writing import Collector
 
 MAX_DATA_FRACTION = 0.5  # of the time left when a run with --minutes starts, for data generation
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`

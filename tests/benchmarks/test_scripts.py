@@ -1,4 +1,4 @@
-"""Every script runs on a small model and writes what its table shows. Speeds are not tested."""
+"""Every benchmark script runs on a small model and writes its results. Speed is not tested."""
 import importlib
 import json
 

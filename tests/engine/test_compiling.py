@@ -1,4 +1,4 @@
-"""What is compiled once is found again, by the next call and process; a compiled step is the step."""
+"""Compilation is cached across calls and processes; compiled steps equal eager steps."""
 import pytest
 import torch
 from helpers.decoding import check_texts, drafts, ids, plain, speculative

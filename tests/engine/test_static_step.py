@@ -1,4 +1,4 @@
-"""What a captured step must be, checked without a GPU: no synchronization, and sequences can be frozen."""
+"""Requirements of CUDA graph capture, tested on a CPU: no synchronization, frozen sequences."""
 import contextlib
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Helpers shared by tests."""
 import json
 import re
 from pathlib import Path

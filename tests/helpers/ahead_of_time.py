@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that are not there."""
+"""Compile Triton kernels ahead of time, without a GPU."""
 import re
 import subprocess
 from pathlib import Path

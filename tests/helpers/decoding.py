@@ -1,5 +1,4 @@
-"""Decoders over the tiny models, requests for them, the reference's traces, the text's exact distribution.
-"""
+"""Engines of tiny models, requests, reference traces, and exact output distributions."""
 import math
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny random targets of every family, written by transformers in its own layout, and heads for them."""
+"""Tiny random targets of every family, saved by transformers, and heads for them."""
 import json
 from pathlib import Path
 

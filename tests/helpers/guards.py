@@ -1,4 +1,4 @@
-"""Kernels called with guard bytes around what they write, and compared with their definitions."""
+"""Call kernels with guard bytes around their outputs, and compare them with their definitions."""
 import contextlib
 from collections.abc import Callable, Iterator
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Random EAGLE heads in their published layouts, and a layer as the papers write it."""
+"""Random EAGLE heads in published layouts, and a reference layer."""
 from __future__ import annotations
 
 import json

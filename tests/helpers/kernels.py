@@ -1,4 +1,4 @@
-"""Instruction sets and numbers for tests of the kernels, and how close to plain PyTorch results are."""
+"""Instruction sets, inputs and tolerances for kernel tests."""
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""Commands on several processes, as torchrun starts them on one machine or, in the same way, on several."""
+"""Run commands on several processes with torchrun, also as several machines."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Configs of published models (`published.json`: their text parts as published), cut to tiny sizes."""
+"""Configs of published models (`published.json`: their text parts as published), reduced to tiny sizes."""
 import json
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""All texts that are compared between one process and several: families, drafters, precisions and modes.
+"""Outputs that are compared between one process and several ranks: families, drafters, precisions, options.
 
-Started by torchrun with a folder and a file, each rank decodes them with the others; the first writes them to
-the file, once all have the same. Texts are short: every layer of every pass has two all-reduces.
+torchrun starts it with a folder and an output file. All ranks decode together and must agree; rank 0 writes
+the file. Outputs are short: every layer of every pass has two all-reduces.
 """
 from __future__ import annotations
 

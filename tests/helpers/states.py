@@ -1,4 +1,4 @@
-"""Decoder states and trees made by hand."""
+"""Decoder states and random trees."""
 import torch
 
 from engine.state import State

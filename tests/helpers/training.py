@@ -1,4 +1,4 @@
-"""Rows of text for the tests of training, and `train.py` as a user runs it on the golden target."""
+"""Training rows, and `train.py` command lines for the golden target."""
 import json
 from pathlib import Path
 

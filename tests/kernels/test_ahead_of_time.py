@@ -1,6 +1,6 @@
-"""The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores.
+"""Compile the GPU kernels ahead of time, without a GPU: shared memory, register spills, tensor cores.
 
-What they compute is checked in Triton's interpreter (`gpu/`) and, by `engine.check`, on each GPU.
+Results are tested in Triton's interpreter (`gpu/`) and, by `engine.check`, on each GPU.
 """
 import re
 from itertools import product

@@ -1,4 +1,4 @@
-"""Whole models on the kernels: they are the models, and speculative text is plain text."""
+"""Complete models on the CPU kernels: equal to PyTorch, and drafted output equals plain output."""
 import copy
 from functools import partial
 

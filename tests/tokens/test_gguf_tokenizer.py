@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from the metadata of GGUF files encode as the originals. Refusals: test_hostile.py."""
+"""Tokenizers rebuilt from GGUF metadata encode as the originals. Errors: test_invalid_inputs.py."""
 from __future__ import annotations
 
 import json

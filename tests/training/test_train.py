@@ -24,7 +24,7 @@ from checkpoint.load import load_head, load_model
 from engine.engine import Engine
 from engine.sampling import Sampling
 from engine.step import TORCH_BACKEND
-from training import data, session, trainer, writing
+from training import collector, data, session, trainer
 from training.features import Features, without_layers
 from training.heads import TRAINED, HeadShape, new_head
 from training.validate import make_drafter
@@ -174,7 +174,7 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
         return 3.0 * tick
 
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
-    for module in train, session, writing:  # the text takes no time
+    for module in train, session, collector:  # the text takes no time
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(session, "time_limit", lambda *_: contextlib.nullcontext())  # kernels may be compiled
     monkeypatch.setattr(session, "LOW_TAU", 9.0)
@@ -240,12 +240,12 @@ def test_interrupted_text_has_the_rest_of_its_time(golden, prompt_file, tmp_path
         clock.now += 20
         raise KeyboardInterrupt
 
-    for module in train, session, writing:
+    for module in train, session, collector:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(session, "time_limit", lambda *_: contextlib.nullcontext())  # kernels may be compiled
     argv = options(golden, prompt_file, tmp_path, minutes=1)
     with monkeypatch.context() as patch:
-        patch.setattr(writing.Collector, "write", write)
+        patch.setattr(collector.Collector, "write", write)
         assert [train.main(argv) for _ in range(3)] == [130] * 3 and left == [30, 20, 10]
     clock.now += 1000  # between the runs
     assert train.main(argv) == 1

@@ -1,4 +1,4 @@
-// The kernels without PyTorch: computes what test_alone.py writes into a file, and checks that rows alone and other
+// The kernels without PyTorch: computes what test_standalone.py writes into a file, and checks that rows alone and other
 // threads give the same bits. Without a file it prints how weights and caches lie.
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>

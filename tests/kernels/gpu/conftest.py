@@ -1,4 +1,4 @@
-"""The GPU kernels, on a GPU or, by `test_in_the_interpreter.py`, in Triton's interpreter."""
+"""The GPU kernels, on a GPU or, by `test_triton_interpreter.py`, in Triton's interpreter."""
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""Sources and folders that cannot be used: one line that says why, a status, and nothing left on disk."""
+"""Invalid sources and folders: one-line errors, exit status, nothing left on disk."""
 import hashlib
 import json
 import math

@@ -1,4 +1,4 @@
-"""Mistakes in options and in the files they name: one line each, before anything is written."""
+"""Invalid options and files: one-line errors, before anything is written."""
 import importlib
 import json
 import re
@@ -117,7 +117,7 @@ def place(tmp_path_factory, golden):
 
 
 @pytest.mark.parametrize("command", ASKED)
-def test_mistakes_are_one_line(command, place, monkeypatch, capsys):
+def test_errors_are_one_line(command, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     main = importlib.import_module(command.rstrip(":")).main
     before, wrong = sorted(place.rglob("*")), []

@@ -1,4 +1,4 @@
-"""Where and how a target cannot run, and what it cannot decode, is refused before anything is compiled."""
+"""Unsupported devices, options and requests are rejected before anything is compiled."""
 import shutil
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ def folder(golden, tmp_path_factory) -> Path:
     )),
 ], ids=str)
 def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):
-    """What no flag of a command can say, or not in these words; flags are in test_mistakes.py."""
+    """What no flag of a command can say, or not in these words; flags are in test_cli_errors.py."""
     monkeypatch.chdir(folder)
     with refused(words):
         llm.target.engine(DraftOptions(**options), max_seq_len=65)

@@ -1,4 +1,4 @@
-"""Damaged files and hostile inputs: each is an InputError of one printable line that names the fault."""
+"""Damaged files and malicious inputs: each raises an InputError of one printable line."""
 from __future__ import annotations
 
 import json

@@ -1,7 +1,7 @@
-"""The kernels without PyTorch, by the program in `driver/`: other compilers and processors.
+"""The CPU kernels without PyTorch, called by the program in `driver/`: other compilers and processors.
 
-aarch64's run in an emulator, AMX' with tiles in software. The program reads operands that are packed here for
-the instruction set, and checks that a row's bits depend on no other row and no thread.
+aarch64 runs in an emulator, AMX with software tiles. The program reads operands packed here, and checks that
+results are batch-invariant and do not depend on the number of threads.
 """
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Shards of text that the target writes: several turns, where a user's turn ends, killed writers."""
+"""Data generation: shards, several turns, end of user turns, resume after a kill."""
 import itertools
 import json
 from types import SimpleNamespace
@@ -16,9 +16,9 @@ from engine.engine import Engine
 from engine.sampling import Sampling
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
-from training import data, writing
+from training import collector, data
+from training.collector import Collector
 from training.processes import ProcessGroup
-from training.writing import Collector
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
@@ -26,7 +26,7 @@ SETTINGS = {
 }
 
 
-def collector(golden, folder, **changes) -> Collector:
+def make_collector(golden, folder, **changes) -> Collector:
     target, _ = load_model(golden)
     engine = Engine(target, max_seq_len=200, stop_ids=SETTINGS["stop_ids"], compile=False)
     return Collector(engine, Tokenizer.load(golden), folder, **SETTINGS | changes)
@@ -38,7 +38,7 @@ def read_rows(c: Collector) -> list[dict]:
 
 def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path_factory):
     """Where no stop id ends the user's turn, the text that leads to the assistant does."""
-    c = collector(golden, tmp_path)
+    c = make_collector(golden, tmp_path)
     assert c.user_end() == ""
     c.stop_ids = [257]
     assert c.user_end() == "a:"
@@ -48,7 +48,7 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
 
 
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
-    c = collector(golden, tmp_path)
+    c = make_collector(golden, tmp_path)
     told = [{"role": "system", "content": "s"}, *users("q")]
     c.from_prompts([users("one", "two", "three"), users("x" * 95, "cut"), users("y" * 99), users(""), told])
     c.write()
@@ -75,7 +75,7 @@ def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path, capsy
     c.write(deadline=0.0)
     assert len(c.planned) == len(read_rows(c)) == 1 and c.engine.free == c.engine.batch
     ticks = itertools.count()
-    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     c.from_prompts([users("two")])
     c.write(deadline=20.0)
     first, cut = (row["answers"][0] for row in read_rows(c))
@@ -83,7 +83,7 @@ def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path, capsy
 
 
 def written(golden, folder, prompts: list, **changes) -> Collector:
-    c = collector(golden, folder, **changes)
+    c = make_collector(golden, folder, **changes)
     c.from_prompts(prompts)
     c.write()
     return c

@@ -1,4 +1,4 @@
-"""Figures are the arithmetic of the answers, differences are judged rightly."""
+"""Results table of evaluate.py, and classification of differences as ties or errors."""
 import dataclasses
 
 import pytest

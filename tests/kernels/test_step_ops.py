@@ -1,4 +1,4 @@
-"""The parts of a step on each CPU backend: each gives what its definition, `Step`, gives."""
+"""Operators of a step with each instruction set, compared with their PyTorch definition, `Step`."""
 import pytest
 import torch
 from helpers.kernels import draws, same

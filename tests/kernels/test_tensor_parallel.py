@@ -1,4 +1,4 @@
-"""How a target is sharded: sums, exchanges, refusals. Texts of several ranks: engine/test_ranks.py."""
+"""Sharding of a target: all-reduces, weights, errors. Outputs of several ranks: engine/test_ranks.py."""
 from dataclasses import replace
 
 import pytest

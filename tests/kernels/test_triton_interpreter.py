@@ -1,4 +1,4 @@
-"""The tests of the GPU kernels where there is no GPU: in Triton's interpreter, in one process."""
+"""Run the tests of the GPU kernels in Triton's interpreter, without a GPU."""
 import importlib.util
 import os
 import subprocess
@@ -13,7 +13,7 @@ from helpers import ROOT
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
 @pytest.mark.parametrize("which", ("not expensive", pytest.param("expensive", marks=pytest.mark.expensive)))
-def test_in_the_interpreter(which):
+def test_triton_interpreter(which):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q",
