@@ -1,7 +1,7 @@
-"""Block heads in their published layouts, random, and what the papers say they draft, written plainly.
+"""Random block heads in published layouts, and a plain reference of the papers.
 
-The reference below reads the published tensors one by one, computes every text anew and grows its trees
-level by level: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P-EAGLE 2602.01469.
+The reference reads the published tensors, recomputes the whole sequence at every step, and grows trees level
+by level: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P-EAGLE 2602.01469.
 """
 from __future__ import annotations
 

@@ -283,10 +283,10 @@ def test_key_origins_size_and_time(golden, tmp_path):
         pieces = httpx.post(server.url + path, content=iter([b" " * 1500] * 2), headers=right)
         assert pieces.status_code == 413
         late = server.post(headers=right, **ENDLESS | {"max_tokens": 1500})
-        assert late.status_code == 504 and "0.5 seconds" in late.json()["error"]["message"]
+        assert late.status_code == 504 and "0.5 s" in late.json()["error"]["message"]
         with server.stream(headers=right, **ENDLESS | {"max_tokens": 1500}) as events:
             *_, last, end = events
-        assert end == "[DONE]" and "0.5 seconds" in json.loads(last)["error"]["message"]
+        assert end == "[DONE]" and "0.5 s" in json.loads(last)["error"]["message"]
 
 
 def test_requests_end_before_the_server_does(golden, tmp_path):
