@@ -86,13 +86,12 @@ class RecordedConfig(dict):
 def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
     """Raise InputError if a key was not read, is not HARMLESS, and is not null, false, 0, 1 or empty.
 
-    Also if attention is not causal, which such a key says by being false.
-    known: keys to accept unread: those that the family has renamed, or has a default for.
+    Also reject is_causal false. known: keys that may stay unread: the family renames them or has a default.
     """
     off = None, False, 0, 1, "", [], {}
     if config.get("is_causal") is False:  # transformers 5 masks nothing then
         raise InputError(f"{path}: is_causal false is not supported")
-    text = config.get("text_config") or config  # keys beside it are of images and sound
+    text = config.get("text_config") or config  # other keys are of vision and audio
     unread = {
         key: value for key, value in config.items()
         if key in text and key not in config.read | {*known}
@@ -123,7 +122,7 @@ def qkv_rows(a: ModelArgs) -> tuple[int, ...]:
     return width, kv, kv, width
 
 
-STACKS = {"wqkv.": qkv_rows}  # of our stacked tensors whose parts differ in size; others are cut evenly
+STACKS = {"wqkv.": qkv_rows}  # fused tensors with parts of different sizes; others are split evenly
 
 
 def parts_of(
@@ -149,8 +148,8 @@ def parts_of(
 def rope_of(config: dict) -> dict:
     """Return the parameters of a config's RoPE, of transformers 5 or 4.
 
-    If both keys are set, the older one counts, as in transformers 5: somebody added it for longer texts. It
-    has no base; that of rope_parameters stays, where transformers 5.23 falls back to 10,000.
+    If both keys are set, the older one wins, as in transformers 5: it was probably added to extend the
+    context. It has no base: that of rope_parameters is used, where transformers 5.23 falls back to 10,000.
     """
     parameters, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     if full := parameters.get("full_attention"):

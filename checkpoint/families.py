@@ -1,7 +1,7 @@
-"""All families of targets: names of their tensors, defaults that their configs omit.
+"""Table of all model families: tensor names, config defaults.
 
-`ROWS` has one entry for each. Source: transformers' modeling files. GGUF files come under the same names
-(`checkpoint.gguf`).
+`ROWS` has one entry per family. Source: transformers' modeling files. `checkpoint.gguf` maps GGUF files to
+the same names.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kernels.quantized import MXFP4, Scheme
 
 SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}
-PHI3: NameTable = {  # stacked as ours are
+PHI3: NameTable = {  # already fused
     "wqkv.weight": ["self_attn.qkv_proj.weight"],
     "mlp.w_gate_up.weight": ["mlp.gate_up_proj.weight"],
     "mlp.w_down.weight": ["mlp.down_proj.weight"],
@@ -81,10 +81,10 @@ SHARED_EXPERT: NameTable = {
 
 @dataclass(frozen=True)
 class Family:
-    """What the targets of one architecture share.
+    """A model family.
 
-    names: the table of their tensors. fixed: fields of ModelArgs that the architecture implies. defaults:
-    values of config keys that a config may leave out, where they differ from LLaMA's. stacks: see
+    names: table of tensor names. fixed: fields of ModelArgs that the architecture implies. defaults:
+    values of keys that a config may omit, where they differ from LLaMA's. stacks: see
     `checkpoint.dense: parts_of`. renamed: other keys of the config.
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are Gated DeltaNet; `checkpoint.hybrid` reorders
@@ -114,7 +114,7 @@ class Family:
         """Return the source's config with the family's defaults; an explicit null means LLaMA's value."""
         config = {k: v for k, v in {**self.defaults, **source.config}.items() if v is not None}
         config |= {ours: config[theirs] for theirs, ours in self.renamed.items() if theirs in config}
-        if "text_config" in config:  # the language model of one that sees or hears
+        if "text_config" in config:  # the language model of a multimodal model
             has_head = any(name.endswith("lm_head.weight") for name in source.tensors)
             config.setdefault("tie_word_embeddings", not has_head)
         rope = rope_of(config)

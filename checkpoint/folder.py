@@ -16,9 +16,9 @@ from extensions import HEADS
 
 
 def check_exact(checkpoint: str | Path, config: dict | None = None) -> None:
-    """Raise InputError if a folder of this config.json is quantized, or a source (None).
+    """Raise InputError if a checkpoint is quantized, except for its experts.
 
-    Experts may be, as their files are.
+    config: its config.json; None: it is not converted yet.
     """
     if config is not None:
         found = config.get("quantization", {}).get("mode")
@@ -43,7 +43,7 @@ def how_to_convert(folder: Path, kind: str | None) -> str:
 
 
 def check_out(out: Path, kind: str, force: bool) -> None:
-    """Raise InputError unless `out` is free or, with `force`, one of our folders of the same kind."""
+    """Raise InputError if `out` exists, except, with `force`, as a converted folder of the same kind."""
     place = out.resolve()  # "new/.." names something else once "new" is there
     if not place.exists() and not out.is_symlink():
         return
@@ -65,8 +65,8 @@ def verify_weights(
 ) -> None:
     """Compare the weights of a target, of the heads inside its folder and of `draft` with their sha256.
 
-    must: refuse a folder without one, which older versions wrote; else name it. log: prints a line. Raises
-    InputError if weights are not those that were written.
+    must: reject folders without a sha256, which older versions wrote; else log them. Raises InputError if a
+    file does not match.
     """
     heads = [Path(checkpoint, kind) for kind in HEADS if Path(checkpoint, kind, CONFIG).exists()]
     for folder in [Path(checkpoint), *heads, *([Path(draft)] if draft else [])]:
@@ -89,7 +89,7 @@ def verify_weights(
 
 
 def identity(model: torch.nn.Module) -> str:
-    """Return a digest of the dtype and a thousand values of every weight: fine-tunes differ in it, too."""
+    """Return a digest of dtype and about 1,024 values of every weight. It also differs between fine-tunes."""
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         some = p.detach().flatten()[:: max(1, p.numel() // 1024)]

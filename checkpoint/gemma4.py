@@ -74,14 +74,14 @@ def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
 
 
 def without_unused(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors without keys and values of layers that read those of others."""
+    """Drop the keys and values of layers that share those of an earlier layer."""
     own = fields["num_layers"] - fields["shared_kv_layers"]
     parts = {n: re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_\w+\.weight", n) for n in tensors}
     return {name: tensors[name] for name, part in parts.items() if not part or int(part[1]) < own}
 
 
 def from_gguf(path: Path, config: dict, get: Callable, tensors: dict, divisors: dict) -> dict:
-    """Return the keys of a published config that a GGUF file's say otherwise. get(key): of its metadata."""
+    """Convert GGUF metadata to keys of a published config. get(key): a value of the metadata."""
     kinds, by_layer = config["layer_types"], config["num_key_value_heads"]
     local, full = map(kinds.index, ("sliding_attention", "full_attention"))
     of_kind = by_layer if isinstance(by_layer, list) else [by_layer] * len(kinds)

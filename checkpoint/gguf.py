@@ -28,9 +28,9 @@ from tokens.gguf_tokenizer import rebuild
 
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 BLOCK = 1 << 19  # bytes of rows that are read at a time: they stay in a cache, and malloc keeps their memory
-# Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
+# Tensors rope_NAME.weight with a factor per frequency -> key of llama3 scaling or longrope.
 DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
-# Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
+# Metadata keys, without the prefix ARCH., -> Hugging Face's keys. If two map to one, the later wins.
 SAME = {
     "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
@@ -100,11 +100,11 @@ HEADS = {
         "eagle3.norm_before_residual": "norm_before_residual",
     }, {"norm_before_residual": False, "tie_word_embeddings": False}),
 }
-FUSED = (  # in no table: they are taken apart
+FUSED = (  # fused tensors, split when read
     "model.layers.{i}.linear_attn.in_proj_ba.weight", "model.layers.{i}.experts.{e}.gate_up_proj.weight",
     *(f"model.layers.{{i}}.self_attn.{x}_b_proj.weight" for x in "kv"))
-LEAVES = {"sinks": ".weight", "layer_scalar": ".weight", "expert_bias": ".bias"}  # that llama.cpp adds
-OTHERS = {  # that gguf's table of names does not know: of Gemma 4 and GLM, of the MTP layer after the last
+LEAVES = {"sinks": ".weight", "layer_scalar": ".weight", "expert_bias": ".bias"}  # added suffixes
+OTHERS = {  # missing in gguf's name table: Gemma 4, GLM, and the MTP layer after the last layer
     "blk.0.exp_probs_b.bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
     "blk.0.ffn_gate_inp.scale": "model.layers.{i}.router.scale",
     "blk.0.ffn_down_exps.scale": "model.layers.{i}.router.per_expert_scale",
@@ -161,7 +161,7 @@ def open_file(path: Path) -> Source:
 
 
 def kind_of_file(path: Path) -> str:
-    """Return what a GGUF file holds, in words. Raises InputError if it is damaged."""
+    """Describe the content of a GGUF file. Raises InputError if it is damaged."""
     fields, stored = read_gguf(path)
     part = f", part {fields['split.no'] + 1} of {fields['split.count']}" if "split.no" in fields else ""
     arch = fields.get("general.architecture")
@@ -170,7 +170,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def _other_content(fields: dict, stored: dict) -> str | None:
-    """Return in words what a file with this metadata and these tensors holds; None: a model or a head."""
+    """Describe a file that is neither a model nor a head; None if it is one."""
     kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else "model")
     if kind == "model":
         return None if stored or "split.no" in fields else NO_MODELS["vocab"]
@@ -178,7 +178,7 @@ def _other_content(fields: dict, stored: dict) -> str | None:
 
 
 def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
-    """Read a GGUF file, of one that is split all parts: only the first has the metadata of the model."""
+    """Read a GGUF file; if it is split, all parts. Only the first part has the model's metadata."""
     fields, stored = read_gguf(path)
     if (count := fields.get("split.count", 1)) < 2:
         return fields, stored
@@ -222,7 +222,7 @@ def _name(theirs: str, names: dict[str, str], layers: int) -> str:
 
 
 def _as_published(name: str, family: Family, entry: Entry) -> Entry:
-    """Return a tensor as it was before llama.cpp's converter changed it. name: ours."""
+    """Undo what llama.cpp's converter did to a tensor. name: ours."""
     norm = re.search(r"norm(_embedding|_hidden)?\.weight$", name)
     if norm and family.fixed.get("zero_centred") and "linear_attn." not in name:
         return entry.changed(lambda x: x - 1)
@@ -236,12 +236,12 @@ def _as_published(name: str, family: Family, entry: Entry) -> Entry:
 def _config(
     path: Path, arch: str, family: Family, fields: dict, tensors: dict, divisors: dict
 ) -> dict:
-    """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
+    """Convert metadata to Hugging Face's keys. Missing sizes are derived from the tensors."""
 
     def get(key: str, default=None):
         return fields.get(f"{arch}.{key}", default)
 
-    if arch == "deepseek2":  # its cache holds one head of other sizes
+    if arch == "deepseek2":  # MLA: the metadata describe its compressed cache
         fields = fields | {f"{arch}.{n}": get(f"{n}_mla")
                            for n in ("attention.key_length", "attention.value_length")}
     config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
@@ -274,12 +274,12 @@ def _config(
         config |= gemma4.from_gguf(path, config, get, tensors, divisors)
     if arch == "deepseek2":
         config |= latent.from_gguf(config, rotary)
-    # No key at all: then a family may have a default.
+    # Drop missing keys, for which a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 
 
 def _conv_layers(config: dict) -> dict:
-    """Return the keys of layers with and without key/value heads (LFM2): their counts come in a list."""
+    """Convert a list of KV head counts by layer (LFM2) to `layer_types` and one count."""
     if not isinstance(heads := config.get("num_key_value_heads"), list) or all(heads):
         return {}
     kinds = ["full_attention" if count else "conv" for count in heads]
@@ -287,12 +287,12 @@ def _conv_layers(config: dict) -> dict:
 
 
 def _shortest_decimal(value: float) -> float:
-    """The shortest decimal that rounds to this float32: 1e-05 is stored as 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to this float32: 1e-05 is stored as 9.999999747378752e-06."""
     return float(str(torch.tensor(value, dtype=torch.float32).numpy()))
 
 
 def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict | None:
-    # As llama.cpp: a factor without a type is a linear one, and files of 2023 have an older key.
+    # As in llama.cpp: a factor without a type means linear; files of 2023 have an older key.
     factor = get("rope.scaling.factor") or get("rope.scale_linear")
     kind = get("rope.scaling.type") or "linear"
     if kind == "linear" and factor in (None, 1):
@@ -312,13 +312,13 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict 
     keys = {"original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     values = {name: get(f"rope.scaling.{key}") for name, key in keys.items()}
-    # llama.cpp multiplies the usual factor of yarn by these, and writes one of them; of OLMo 3 the whole.
+    # llama.cpp multiplies the default YaRN factor by these, and stores one of them; for OLMo 3 the product.
     extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")
     if kind == "yarn" and extra and factor:
         values["attention_factor"] = extra * (1 if arch == "olmo2" else 0.1 * math.log(factor) + 1)
     if arch == "mistral3":  # its two factors of YaRN cancel
         values |= {"attention_factor": 1.0, "llama_4_scaling_beta": get("attention.temperature_scale")}
-    if arch == "gpt-oss":  # a key of its config that a GGUF has not
+    if arch == "gpt-oss":  # a config key that GGUF lacks
         values["truncate"] = False
     return {"rope_type": kind, "factor": factor, **values}
 
@@ -326,7 +326,7 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict 
 def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
     """Return the values [N, K/2] and exponents [N, K/32] of one matrix in MXFP4, both in bytes.
 
-    A block of 32 is its exponent and 16 bytes, which hold the first 16 values in their low bits.
+    A block of 32 is the exponent and 16 bytes; the low bits are the first 16 values.
     """
     _, outputs, inputs = tensor.shape
 
@@ -346,11 +346,11 @@ def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
 def _entry(
     tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None, rows: slice = slice(None)
 ) -> Entry:
-    """One tensor, or one matrix (or bias) of a stack. Quantized types are read as
-    stored, as bf16, or in float32 (with a dtype of bf16) if no kind holds them.
+    """Return the entry of a tensor, or of one expert of a stack.
 
-    interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
-    expert: which matrix of a stack, and its `rows`.
+    Quantized types are read as stored, as bf16, or in float32 (with a dtype of bf16) if no kind represents
+    them. interleaved: head size, if the two halves of each head are interleaved. expert: index into a stack,
+    with `rows` each.
     """
     if expert is not None:
         count = len(range(*rows.indices(tensor.shape[1])))

@@ -1,7 +1,7 @@
-"""GGUF's types of quantized matrices that one of `kernels.stored`'s kinds holds exactly.
+"""GGUF quantization types that a kind of `kernels.stored` represents exactly.
 
-A type's integers are what the package gguf makes of its blocks with scales of 1 and minima of 0; the layouts
-are those of ggml's ggml-common.h.
+The integers are those that the package gguf dequantizes with scales of 1 and minima of 0. Layouts: ggml's
+ggml-common.h.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOW, HIGH, SIX = 0x0F0F0F0F, 0x30303030, 0x3F3F3F3F  # bits of the four bytes of
 
 
 class GGUFType(NamedTuple):
-    """A type. head, tail: the first and last bytes of a block with scales of 1. scales(blocks): theirs."""
+    """A type. head, tail: first and last bytes of a block with scales of 1. scales(blocks): their scales."""
 
     kind: Kind
     scales: Callable[[Tensor], Found]
@@ -123,7 +123,7 @@ FAST = {"Q4_K": _q4_k_values, "Q6_K": _q6_k_values}  # in a fraction of the time
 def read_stored(kind, data: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the integers [N, K] int8, scales and codes of rows [N, bytes] of a type in `TYPES`.
 
-    kind: gguf's type. data: writable, and left as it is.
+    kind: gguf's type. data: writable; not modified.
     """
     blocks, rows = torch.from_numpy(data).view(-1, GGML_QUANT_SIZES[kind][1]), (len(data), -1)
     _, read_scales, head, tail = TYPES[kind.name]

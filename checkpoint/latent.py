@@ -60,7 +60,7 @@ def latent_fields(path: Path, config: dict) -> tuple[dict, dict]:
 
 
 def from_gguf(config: dict, rotary: int) -> dict:
-    """Return the keys of a published config that a GGUF file's say otherwise."""
+    """Convert GGUF metadata to keys of a published config."""
     return {
         "qk_rope_head_dim": rotary, "qk_nope_head_dim": config["head_dim"] - rotary,
         "v_head_dim": config["head_dim"], "first_k_dense_replace": config.get("num_dense_layers"),
@@ -69,7 +69,7 @@ def from_gguf(config: dict, rotary: int) -> dict:
 
 
 def _whole(fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with those of keys and values, of which GGUF files have two of each head, in one."""
+    """Join the projections of keys and values, which GGUF files store separately for each head."""
     found = {name: entry for name, entry in tensors.items() if not re.search(r"[kv]_b_proj\.weight\[", name)}
     for name in tensors:
         if not name.endswith("k_b_proj.weight[0]"):
@@ -87,9 +87,9 @@ def _whole(fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors of all layers, those of the MTP layer as of Qwen's, rotary pairs as in `ModelArgs`.
+    """Return the tensors with the MTP layer named as in Qwen and rotary pairs as in `ModelArgs`.
 
-    In files these channels are the last of a head, and pairs are neighbors.
+    In files, rotary channels are the last of a head, and pairs are neighbors.
     """
     size, rotary, rank = fields["head_dim"], fields["rotary_dim"], fields["latent_rank"]
     order = torch.arange(size).roll(rotary)[rotary_first(size, rotary, neighbors=True)]

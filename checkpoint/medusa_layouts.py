@@ -1,16 +1,16 @@
 """The layouts of Medusa and Hydra heads.
 
-Below, {k} counts guesses and {block} counts the residual blocks of a guess.
+{k}: index of a head. {block}: index of its residual block.
 
 Medusa (FasterDecoding): "{k}.{block}.linear.{weight,bias}" and "{k}.{blocks}.weight", the lm_head, which is
-absent if the target's lm_head serves all (the legacy trainer). Inside a Medusa-2 model all this stands under
+absent if all heads use the target's lm_head (legacy trainer). In a Medusa-2 model the prefix is
 "medusa_head.". vLLM's copies: "blocks.{k}.layers.{block}.{weight,bias}", "lm_heads.{k}.weight", and maybe
 "token_map", the target id of each draft id.
 
 Hydra: "hydra_mlp.{k}.{slot}.linear|res_connection.*", "hydra_lm_head.{k}.[{slot}.]{weight,bias}" and for
-Hydra++ "prefix_embeding_layer.*" (so spelled).
+Hydra++ "prefix_embeding_layer.*" (sic).
 
-Configs miscount heads, so the tensors are counted.
+Configs may have a wrong number of heads, so it is derived from the tensors.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFIX = "prefix_embeding_layer."
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Names of stacks of blocks in a layout: patterns with the guess k and the slot, and all slots.
+    """Name patterns of a layout, with the head k and the slot of a block; all slots.
 
     narrows: the first block has a skip connection.
     """
@@ -66,7 +66,7 @@ def names_of(form: Form, config: dict) -> NameTable:
 
 
 def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
-    """Read Medusa or Hydra heads. Raises InputError if tensors are missing or make no sense."""
+    """Read Medusa or Hydra heads. Raises InputError if tensors are missing or inconsistent."""
     tensors = dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
         tensors = {n.removeprefix(MEDUSA2): t for n, t in tensors.items() if n.startswith(MEDUSA2)}

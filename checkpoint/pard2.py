@@ -1,4 +1,4 @@
-"""PARD-2 draft models as published: the projection of the target's features lies in a file of its own."""
+"""PARD-2 draft models as published: the projection of the target's features is in a separate file."""
 from __future__ import annotations
 
 import torch

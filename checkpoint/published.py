@@ -24,16 +24,16 @@ from kernels.stored import GROUPS, Kind, numbers, pack_values, regroup
 PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a quantized layer
     f"weight_{part}" for part in
     ("packed", "scale", "scale_inv", "global_scale", "zero_point", "shape", "g_idx")}
-# How others round activations and KV caches, which we do not.
+# Keys about quantization of activations and KV caches, which are ignored.
 UNUSED = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale|scale_ub)$")
 INTEGERS, FLOATS = (torch.int32, torch.int8, torch.int64), (torch.float32, torch.bfloat16, torch.float16)
-AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where the eight columns of a word lie
+AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # order of the eight columns of a word
 FP8_BLOCK = 128, 128
 Parts = dict[str, Entry]
 
 
 class Codes(NamedTuple):
-    """A matrix w = q * scale - minimum: q [N, K] in a byte, scale and minimum [N, groups] float32."""
+    """A matrix w = q * scale - minimum: q [N, K] in bytes, scale and minimum [N, groups] float32."""
 
     q: Tensor
     scale: Tensor
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A quantized layer with this shape of its weight. order: the inputs by groups, if they are not."""
+    """A quantized layer. shape: of its weight. order: permutation that sorts the inputs by group, or None."""
 
     shape: tuple[int, int]
     read: Callable[[], Codes]
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
     order: Tensor | None = None
 
     def stored(self, kind: Kind, to: Kind, times: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return integers and scales, of which `kind` has `times` for each here, as `to` holds them."""
+        """Return integers and scales in kind `to`; `kind` has `times` scales for each of ours."""
         q, *scales = self.read()
         scale = torch.cat([x.repeat_interleave(times, 1) for x in scales if x is not None], 1)
         return q if self.order is None else q[:, self.order], *regroup(kind, to, scale, None)
@@ -63,7 +63,7 @@ class Layer(NamedTuple):
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def grouped(self) -> Grouped | None:
-        """Return the weight as `kernels.stored` holds it; None if no kind does."""
+        """Return the weight in a kind of `kernels.stored`; None if no kind represents it."""
         size, rest = divmod(self.shape[1], self.groups)
         group = next((n for n in reversed(GROUPS) if size and not rest and size % n == 0), 0)
         if not group:
@@ -79,7 +79,7 @@ class Layer(NamedTuple):
 
 
 def _expect(layer: Parts, **expected: tuple | None) -> None:
-    """Raise ValueError unless a layer has these parts: their types, and shapes that they may have."""
+    """Raise ValueError unless a layer has these parts, with these dtypes and one of these shapes."""
     if other := [*(layer.keys() - {name for name, known in expected.items() if known})]:
         raise ValueError(f"{other[0]} is unexpected")
     for name, (dtypes, *shapes) in {name: known for name, known in expected.items() if known}.items():
@@ -90,7 +90,7 @@ def _expect(layer: Parts, **expected: tuple | None) -> None:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the values [R, W * 32 / bits] uint8 in int32 words [R, W], which begin with their low bits."""
+    """Unpack int32 words [R, W], low bits first, to [R, W * 32 / bits] uint8."""
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
         return packed
@@ -98,7 +98,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _order(entry: Entry | None, groups: int) -> Tensor | None:
-    """Return the inputs in the order of their groups, which `entry` has; None: they are in it already."""
+    """Return the permutation that sorts inputs by group (g_idx, `entry`); None if they are sorted."""
     of = torch.tensor([-1]) if entry is None else entry.read().long()
     if bool((of < 0).all()):  # not written yet
         return None
@@ -108,7 +108,7 @@ def _order(entry: Entry | None, groups: int) -> Tensor | None:
 
 
 def _gptq(layer: Parts, said: dict) -> Layer:
-    """The first version of the format stores zeros less 1."""
+    """Read a GPTQ layer. Version 1 of the format stores zero points minus 1."""
     (rows, N), groups, order = layer["qweight"].shape, layer["scales"].shape[0], layer.get("g_idx")
     bits, missing = 32 * layer["qzeros"].shape[1] // N, int(said.get("checkpoint_format") != "gptq_v2")
     if bits not in METHODS["gptq"]["bits"] or (bits != said["bits"] and not said.get("dynamic")):
@@ -145,7 +145,7 @@ def _awq(layer: Parts, said: dict) -> Layer:
 
 
 def _integers(layer: Parts, said: dict) -> Layer:
-    """Values with an offset in words, or int8. weight_scale may be one for all, or one for each row."""
+    """Read an integer layer: packed words with an offset, or int8; weight_scale per tensor, row or group."""
     packed, scale, zeros, order = map(layer.get, (
         "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"))
     N, K = layer["weight_shape"].read().tolist() if packed else layer["weight"].shape
@@ -172,7 +172,7 @@ def _integers(layer: Parts, said: dict) -> Layer:
 
 
 def _float4(layer: Parts, said: dict) -> Layer:
-    """e2m1, two in a byte. Scales: exponents (MXFP4), or e4m3 that a number divides (NVFP4)."""
+    """Read an e2m1 layer, two values per byte. Scales: exponents (MXFP4), or e4m3 / global scale (NVFP4)."""
     (N, columns), whole = layer["weight_packed"].shape, layer.get("weight_global_scale")
     groups, dtype = 2 * columns // (16 if whole else 32), torch.float8_e4m3fn if whole else torch.uint8
     _expect(layer, weight_packed=([torch.uint8], (N, columns)), weight_scale=([dtype], (N, groups)),
@@ -191,7 +191,7 @@ def _float4(layer: Parts, said: dict) -> Layer:
 
 
 def _float8(layer: Parts, said: dict) -> Layer:
-    """e4m3. A scale for all, for each row, or for each block."""
+    """Read an e4m3 layer with a scale per tensor, row or block."""
     (N, K), (rows, columns) = layer["weight"].shape, said.get("weight_block_size") or FP8_BLOCK
     name = "weight_scale" if "weight_scale" in layer else "weight_scale_inv"
     blocks = -(-N // rows), -(-K // columns)
@@ -214,7 +214,7 @@ def _float8(layer: Parts, said: dict) -> Layer:
 
 
 def _layer(layer: Parts, said: dict) -> Layer:
-    """Return what the parts of a layer are. Raises ValueError or KeyError if they are none of a method."""
+    """Return the layer that these parts form. Raises ValueError or KeyError if no method has them."""
     if "qweight" in layer:
         return (_awq if said["quant_method"] == "awq" else _gptq)(layer, said)
     if "weight_packed" in layer:
@@ -223,7 +223,7 @@ def _layer(layer: Parts, said: dict) -> Layer:
 
 
 def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
-    """Raise ValueError if a layer contradicts its config, or lacks what that asks for."""
+    """Raise ValueError if a layer contradicts its config."""
     schemes = [one.get("weights") or {} for one in (said.get("config_groups") or {}).values()] or [said]
     sizes, size = {one.get("group_size") for one in schemes}, whole.shape[1] // whole.groups
     if size not in sizes and not said.get("dynamic") and all(n and n > 0 for n in sizes):
@@ -237,7 +237,7 @@ def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
             raise ValueError(f"lacks {what}, for which its config asks")
 
 
-# Keys of the config of each method, and the values of them that we read. Others change what tensors mean.
+# Config keys of each method, and their supported values.
 METHODS = {
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2", ""), "quant_method": ("gptq",)},
     "awq": {"bits": (4,), "w_bit": (4,), "version": ("gemm", "GEMM")},
@@ -251,10 +251,10 @@ METHODS = {
 
 
 def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[dict, dict[str, Entry]]:
-    """Return a folder's config and tensors with the weights of quantized layers in the place of their parts.
+    """Return a folder's config and tensors; one weight replaces the parts of each quantized layer.
 
-    They are read in float32 or, see `Entry.grouped`, as they are stored. A method that is not known is left
-    as it is. Raises InputError on a variant of one that we would read wrongly.
+    Weights are read in float32 or as stored (`Entry.grouped`). Unknown methods are not touched. Raises
+    InputError on unsupported variants.
     """
     key = next(key for key in QUANTIZATION if config.get(key))
     said = config[key]
