@@ -199,8 +199,8 @@ def prune_candidates(
     return Tree(tokens, parent, *depth_and_ancestors(parent, levels), scores)
 
 
-def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
-    """Return which cache slots each token of a pass attends to [B, T, n] bool.
+def tree_attention_mask(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
+    """Return the attention mask of a pass [B, T, n] bool: the cache slots that each token attends to.
 
     slots [n]: 0..n-1. length [B]: slots of the committed prefix, visible to all tokens. local [B, T, M]: mask
     of the M slots after it. Later slots are masked.

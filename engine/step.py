@@ -44,7 +44,7 @@ class Step:
     batch_invariant = reads_length = False
     static_shapes = True
     # Operations that are functions elsewhere. mask: in the form that the attention of this step reads.
-    mask, prune = staticmethod(tree.visible_slots), staticmethod(tree.prune_candidates)
+    mask, prune = staticmethod(tree.tree_attention_mask), staticmethod(tree.prune_candidates)
     advance = staticmethod(CandidateTree.advance)
 
     # -- draft ----------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class CpuStep(Step):
         self.ops = ops
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
-        return self.ops.visible_slots(length, local, slots.shape[0])
+        return self.ops.tree_attention_mask(length, local, slots.shape[0])
 
     def rank(
         self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None

@@ -77,7 +77,7 @@ MISTAKES = (
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),
     ("train", "--out TEXT", "--out TEXT: not a folder that can be written to"),
-    ("train", "--out FOLDER", "--out FOLDER: holds files that no run with its state in FOLDER-work has"),
+    ("train", "--out FOLDER", "--out FOLDER: holds files that are not of a run with state in"),
     ("train", "--out DAMAGED", "DAMAGED-work/seconds: is 'soon', not a number of seconds; delete it"),
     ("train", "--max-prompt-tokens 800", "plus --max-new-tokens 1056: the target has 1024"),
     ("train", "--kind dflash --markov-rank 2", "--markov-rank: not for --kind dflash; leave it out"),

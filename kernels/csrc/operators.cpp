@@ -255,7 +255,7 @@ std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const
   const Longs positions({B, T}), slots({B, T});
   for (int64_t i = 0; i < B * T; i++)
     positions[i] = length[i / T] + depth[i], slots[i] = length[i / T] + i % T;
-  const Flags visible = visible_slots(length, ancestors, n);
+  const Flags visible = tree_attention_mask(length, ancestors, n);
   const auto [x, features] = target_forward(tokens, positions, slots, visible, scale, aux, network);
   return {logits(x, lm_head, std::get<4>(network)), features};
 }
@@ -325,7 +325,7 @@ std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, cons
     const Longs positions({B, next}), slots({B, next});
     for (int64_t i = 0; i < B * next; i++)
       positions[i] = length[i / next] + level, slots[i] = length[i / next] + drafted + i % next;
-    const Flags mask = visible_slots(length, now, n);
+    const Flags mask = tree_attention_mask(length, now, n);
     feature = head_forward(token, gather_tokens(feature, row), positions, slots, mask, weights);
     beam_scores = best, beam_flat = candidates, visible = now, drafted += next;
   }
@@ -410,7 +410,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(layer_table) X(layers) X(head_forward) X(target_forward) \
   X(verify) X(draft) X(grow) X(cache_table) X(move) X(restrict) X(pack) X(pack_nibbles) X(pack_sixes) X(gumbel) \
-  X(draw) X(rank) X(advance) X(visible_slots) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles) X(embed)
+  X(draw) X(rank) X(advance) X(tree_attention_mask) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles) X(embed)
 #define OF_NUMBERS(X) X(layout) X(int8_block_sizes) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());
 #define IMPLEMENT(name) m.impl(#name, eagle::Operator<&eagle::name>::call);

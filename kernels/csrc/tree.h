@@ -84,7 +84,7 @@ std::tuple<Numbers, Longs, Longs, Flags, Longs> advance(const Numbers& scores, c
 }
 
 // The slots that each token attends to [B, T, n]: the first `length` [B], then those of the tree mask local [B, T, M].
-Flags visible_slots(const Longs& length, const Flags& local, int64_t n) {
+Flags tree_attention_mask(const Longs& length, const Flags& local, int64_t n) {
   const int64_t B = local.size(0), T = local.size(1), M = local.size(2);
   const Flags out({B, T, n});
   for (int64_t row = 0; row < B * T; row++) {

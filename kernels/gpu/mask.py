@@ -11,7 +11,7 @@ from model import apply_sliding_window
 
 
 class TreeMask(NamedTuple):
-    """The arguments of `tree.visible_slots`, and sliding windows.
+    """The arguments of `tree.tree_attention_mask`, and sliding windows.
 
     local [B, T, M]: which of the M slots after the first `length` each token attends to; the pass's own
     tokens are the last T of them. first [B, T]: the first committed slot that each token attends to; None:
@@ -25,7 +25,7 @@ class TreeMask(NamedTuple):
 
     def dense(self) -> Tensor:
         """Return the mask [B, T, n] bool."""
-        visible = tree.visible_slots(self.slots, self.length, self.local)
+        visible = tree.tree_attention_mask(self.slots, self.length, self.local)
         return visible if self.first is None else visible & (self.slots >= self.first[..., None])
 
     def within(self, window: int) -> TreeMask:
