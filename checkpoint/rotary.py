@@ -1,4 +1,4 @@
-"""The order of queries' and keys' channels where only some are rotary, or pairs are neighbors."""
+"""Permutation of query and key channels for partial RoPE and for interleaved pairs."""
 from __future__ import annotations
 
 import torch

@@ -17,7 +17,7 @@ from tokens.dataset import read_questions
 BUILTIN_QUESTIONS = Path(__file__).resolve().parent / "questions"
 MEAN = "mean"  # set name of the table row with the mean over all sets
 PLAIN = "none"  # --speculate name of plain decoding
-# Papers' question sets, which we do not ship -> our own set that --sets uses instead.
+# Question sets of the papers, which are not included -> built-in set that --sets uses instead.
 STAND_INS = {"mt_bench": "writing", "humaneval": "code", "gsm8k": "math", "sum": "summary"}
 OPTIONS_FILE = "options.json"  # options of all runs in this folder
 ADVICE = "delete it, or choose another --out"
@@ -52,7 +52,7 @@ def read_sets(
     chosen = names.split(",") if names else [*sets]
     for name, ours in STAND_INS.items() if not path else ():
         if name in chosen:
-            log(f"--sets {name}: using our own questions ({ours}); for the originals add --questions FILE")
+            log(f"--sets {name}: using the built-in set {ours}; for the original add --questions FILE")
             chosen = [ours if one == name else one for one in chosen]
     for name in {*chosen} - {*sets}:
         known = sets if path else [*sets, *STAND_INS]
@@ -135,7 +135,7 @@ def check_evaluation(folder: Path) -> None:
     """
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if any(not name.startswith(".") for name in names) and OPTIONS_FILE not in names:
-        raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
+        raise InputError(f"--out {folder}: not an evaluation folder; choose another one")
 
 
 def check_options(folder: Path, options: dict) -> None:

@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434) with experts: GLM-4.7-Flash.
 
-Queries, keys and values are computed from two small vectors of each token. Caches hold the keys and values of
-all heads, so passes are those of other models.
+Queries, keys and values are projected from two compressed (latent) vectors per token. The KV cache has the
+expanded keys and values of all heads, so attention is that of other models.
 """
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from families.experts import SigmoidArgs, SigmoidBlock, SigmoidExperts
 from families.rope import PartialRotaryArgs
 from model import MLP, Linear, Transformer
 
-LATENT_EPS = 1e-6  # of the norms of both vectors
+LATENT_EPS = 1e-6  # of the norms of the latent vectors
 
 
 @dataclass(frozen=True)
 class LatentArgs(SigmoidArgs, PartialRotaryArgs):
     """The shape of a target with latent attention. Heads share `rotary_dim` dimensions of keys."""
 
-    query_rank: whole(0, 2**16) = 0  # size of the vector of queries
-    latent_rank: whole(0, 2**16) = 0  # of keys and values
-    shared_expert_size: whole(0, 2**22) = 0  # inner size of the shared expert
+    query_rank: whole(0, 2**16) = 0  # size of the latent vector of queries (q_lora_rank)
+    latent_rank: whole(0, 2**16) = 0  # of keys and values (kv_lora_rank)
+    shared_expert_size: whole(0, 2**22) = 0  # intermediate size of the shared expert
 
     shardable = False
 
 
 class SharedExperts(nn.Module):
-    """A mixture of experts, and an expert of every token."""
+    """Routed experts and a shared expert."""
 
     def __init__(self, args: LatentArgs):
         super().__init__()
@@ -45,7 +45,7 @@ class SharedExperts(nn.Module):
 
 
 class LatentBlock(SigmoidBlock):
-    """A layer with latent attention. `wqkv` computes both vectors and the rotary part of the keys."""
+    """A layer with latent attention. `wqkv` computes both latent vectors and the rotary part of the keys."""
 
     def __init__(self, args: LatentArgs, layer: int = 0):
         super().__init__(args, layer)

@@ -1,7 +1,7 @@
 """Mamba-2 layers (arXiv 2405.21060) in a hybrid with attention: Granite 4 H.
 
-A Mamba-2 layer is Gated DeltaNet (`families.hybrid`) without the correction of values: u = b v. Its keys
-are B, its queries C, its values x, its step sizes dt. So trees need no states, as there.
+A Mamba-2 layer is computed as Gated DeltaNet (`families.hybrid`) without the delta rule: u = b v. Keys are B,
+queries C, values x, step sizes dt. Nodes of a tree need no states here either.
 """
 from __future__ import annotations
 

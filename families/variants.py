@@ -20,7 +20,7 @@ Scale = number(above=0, high=1e6)
 
 @dataclass(frozen=True)
 class VariantArgs(PartialRotaryArgs):
-    """The shape of a variant of LLaMA."""
+    """Shape of a dense target with these options."""
 
     local_rope_base: number(above=1, high=1e15) | None = None  # of sliding-window layers, without scaling
     query_scalar: Scale | None = None  # scores / its square root; None: head_dim
@@ -46,7 +46,7 @@ class VariantArgs(PartialRotaryArgs):
         one = not (self.unrotated_layers and self.local_rope_base)
         fits = not self.unrotated_layers or (one and len(self.unrotated_layers) == self.num_layers)
         words = f"a list of {self.num_layers}, without local_rope_base"
-        whole_qkv = ("wide_qk_norm", not (self.wide_qk_norm and self.qk_norm), "false beside qk_norm")
+        whole_qkv = ("wide_qk_norm", not (self.wide_qk_norm and self.qk_norm), "false with qk_norm")
         return [*super().constraints(), ("unrotated_layers", fits, words), whole_qkv]
 
     @property

@@ -51,7 +51,7 @@ Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each step
 
 
 def fastest(steps: list[tuple[Size, float]]) -> float:
-    """Return the least seconds: other programs only add delay."""
+    """Return the minimum of seconds: other processes only add delay."""
     return min(seconds for _, seconds in steps)
 
 

@@ -71,7 +71,7 @@ MISTAKES = (
     ("serve", "--api-key ", "--api-key: is empty; expected a key"),
     ("serve", "--cors localhost:3000", "--cors localhost:3000: expected *, or an origin such as https"),
     ("serve", "--host a..b", "--host a..b --port 0: "),
-    ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
+    ("evaluate", "--out FOLDERS", "--out FOLDERS: not an evaluation folder; choose another"),
     ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: with several methods, write"),
     ("evaluate", "--sets cod", "--sets cod: no such set (did you mean code?); choose from code, math, qa"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),

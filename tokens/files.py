@@ -1,4 +1,4 @@
-"""Files of a tokenizer in a checkpoint folder: their names, and the settings and chat templates in them."""
+"""Tokenizer files of a checkpoint folder: names, settings, chat templates."""
 from __future__ import annotations
 
 import json
@@ -56,7 +56,7 @@ def tokenizer_settings(folder: Path) -> dict:
     """Return the merged keys of the settings files, without those that are null. Raises InputError.
 
     A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
-    what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
+    missing keys. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
     gives `added_tokens_decoder`, which is id -> token here. The class of the tokenizer has defaults.
     """
     def read(name: str) -> dict:
@@ -116,7 +116,7 @@ def add_tokens(
 ) -> tuple[int, dict[int, AddedToken]]:
     """Add the tokens of the settings to the tokenizer of a file, and set the flags of tokens that it has.
 
-    Returns one more than the highest id, and id -> token of those beside the vocabulary. Raises InputError on
+    Returns one more than the highest id, and id -> token of the added tokens. Raises InputError on
     ids that are too high.
     """
     new = _set_flags(model, settings)
@@ -138,7 +138,7 @@ def add_tokens(
 
 
 def _set_flags(model: tokenizers.Tokenizer, settings: dict) -> list[tuple[int, AddedToken]]:
-    """Give tokens of the file the flags of the settings. Returns ids and tokens that only the settings have.
+    """Apply the flags of the settings to tokens of the file. Returns ids and tokens of the settings alone.
 
     A token is special if the file or the settings say so, or if the settings only name or list it. A new
     token without an id gets -1. Lists do not change flags.

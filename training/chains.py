@@ -1,7 +1,6 @@
-"""Heads run over a text as they draft: from many positions at once, each chain on its own outputs.
+"""Unroll heads over training sequences: chains of draft steps start at many positions at once.
 
-No tree and no second sequence is laid out. Every function returns the rows that the head's lm_head reads at
-the scored predictions of a `Batch` [M, H].
+Every function returns the lm_head inputs of the predictions with a loss in a `Batch` [M, H].
 """
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from tree import gather_tokens
 
 
 class ChainAttention:
-    """Attention of chains that are drafted after the positions `at` [B, R] of a text [B, T].
+    """Attention of chains that start at the positions `at` [B, R] of sequences [B, T].
 
-    The query of a chain at step i sees the text up to the chain's position, as the head read it at step 0,
-    and then the chain's own keys of steps 1..i.
+    At step i a chain attends to the sequence up to its position, with the keys of step 0, and to its own keys
+    of steps 1..i.
     """
 
     def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor):
-        """inputs [B, T, ...]: what the layer reads of the text."""
+        """inputs [B, T, ...]: the layer's inputs for the sequence."""
         self.layer, self.args, self.inv_freq, self.at = layer, head.args, head.inv_freq, at
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         q, k, v = self._heads(inputs, positions[None])
@@ -40,7 +39,7 @@ class ChainAttention:
         return self.layer.split(self.layer.norm_and_rotate(self.layer.project(inputs), cos, sin))
 
     def mask(self, step: int = 0) -> Tensor:
-        """Return the additive mask [B, 1, 1, R, T] of the text at a step of the chains."""
+        """Return the additive mask [B, 1, 1, R, T] over the sequence at a step of the chains."""
         at, window = self.at[..., None], self.layer.window
         visible = self.positions <= at
         if window:
@@ -52,7 +51,7 @@ class ChainAttention:
         return self._attend(gather_tokens(self.queries, self.at), self.mask())
 
     def text(self) -> Tensor:
-        """Return that of all positions of the text [B, T, nh*hd]: each sees itself and those before it."""
+        """Return the causal attention output of all positions [B, T, nh*hd]."""
         T = self.queries.shape[1]
         near = torch.ones(T, T, dtype=torch.bool, device=self.queries.device).tril()
         if self.layer.window:
@@ -63,7 +62,7 @@ class ChainAttention:
     def step(self, inputs: Tensor, number: int) -> Tensor:
         """Return the attention output of the first R' chains at step `number` >= 1 [B, R', nh*hd].
 
-        inputs [B, R', ...]: what the layer reads there. No step has more chains than the one before.
+        inputs [B, R', ...]: the layer's inputs. No step has more chains than the previous one.
         """
         q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
         self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
@@ -90,7 +89,7 @@ def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int)
     inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
     chains = ChainAttention(head, layer, inputs, batch.starts)
     drafts = [layer.finish(gather_tokens(residual, batch.starts), chains.first())]
-    for step in range(1, steps):  # each step reads the head's own output of the step before
+    for step in range(1, steps):  # each step reads the head's output of the previous step
         inputs, residual = layer.inputs(head.embed(batch.following(step)), drafts[-1])
         drafts.append(layer.finish(residual, chains.step(inputs, step)))
     return head.norm(_scored(drafts, batch))
@@ -106,7 +105,7 @@ def eagle1_outputs(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
 class BlockAttention(ChainAttention):
     """Attention of chains whose steps are computed together.
 
-    Each step sees the text, and the steps of its chain that `sees` [K, K] allows.
+    Each step attends to the sequence, and to the steps of its chain that `sees` [K, K] allows.
     """
 
     def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor, sees: Tensor):
@@ -118,7 +117,7 @@ class BlockAttention(ChainAttention):
     def block(self, inputs: Tensor, first: int) -> Tensor:
         """Return the attention output of the steps first ... first + K - 1 [B, R, K, nh*hd].
 
-        inputs [B, R, K, ...]: what the layer reads there.
+        inputs [B, R, K, ...]: the layer's inputs.
         """
         B, R, K = inputs.shape[:3]
         positions = self.at[..., None] + first + torch.arange(K, device=inputs.device)
@@ -150,7 +149,7 @@ def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -
 
 
 def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
-    """Run P-EAGLE: rows of the text, and after each position one that reads the mask for each further step.
+    """Run P-EAGLE: the sequence, and after each start position a mask token for each further draft step.
 
     features: the target's [B, T, F].
     """
@@ -166,7 +165,7 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
         else:
             read, entering = text, [(row, row) for row in rows]
         chains = ChainAttention(head, layer, read, batch.starts)
-        if layer is layers[-1]:  # of the text, what drafts
+        if layer is layers[-1]:  # only the start positions
             text = layer.finish(gather_tokens(text, batch.starts), chains.first())
         else:
             text = layer.finish(text, chains.text())
