@@ -1,16 +1,15 @@
-"""Throughput of batches of 1 to 56 requests: without drafting, with a drafter, and transformers, in turns.
+"""Throughput at batch sizes 1 to 56: plain decoding, drafting, and transformers.
 
     python benchmarks/batches.py --checkpoint DIR --questions FILE... [--transformers DIR]
 
-A batch of N answers --each times N questions, and --least at least. Answers end at different lengths: at a
-stop id, or at a limit between the half and the whole of --max-new-tokens. Ours are decoded as a server
-decodes them (continuous batching), with as many slots as the largest batch. transformers decodes a batch of
-padded prompts until its last answer ends, then the next batch; it takes part in the first round.
+A batch of N decodes --each times N questions, at least --least. Answers end at a stop id, or at a random
+limit between half of --max-new-tokens and all of it. Our engine uses continuous batching, with as many slots
+as the largest batch. transformers decodes padded batches, one after the other, in the first round only.
 
-tokens/s are those of all answers from the first prompt to the last token, prompts included. In a round
-everybody answers the same questions; the next round has others. Figures are medians of the rounds and of the
-rounds' ratios. "steps" is the ratio without the time that prompts took, on a CPU only. Drafted text is
-compared with plain text, id for id. Writes benchmarks/results/NAME.json after every round.
+tokens/s: all output tokens / the time from the first prompt to the last token, prefill included. All programs
+decode the same questions in a round, and other questions in the next. The table has medians over the rounds.
+"steps" is the ratio without prefill, on a CPU only. Drafted output is compared with plain output.
+Writes benchmarks/results/NAME.json after every round.
 """
 from __future__ import annotations
 
@@ -123,20 +122,21 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "batches")
     add = p.add_argument
-    add("--checkpoint", required=True, help="a converted target with its head")
-    add("--questions", required=True, nargs="+", metavar="FILE", help="JSON lines; first turns are asked")
+    add("--checkpoint", required=True, help="converted target with an EAGLE-3 head")
+    add("--questions", required=True, nargs="+", metavar="FILE",
+        help="JSON lines; the first turn of each is the prompt")
     add("--batch", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 56], metavar="N",
         help="batch sizes (default 1 2 4 8 16 32 56)")
     add("--each", type=positive, default=2, help="answers per slot (default 2)")
-    add("--least", type=positive, default=6, help="answers of a batch at least (default 6)")
-    add("--rounds", type=positive, default=3, help="default 3")
-    add("--max-new-tokens", type=positive, default=96, help="of the longest answers (default 96)")
-    add("--max-seq-len", type=positive, default=512, help="tokens of a question and its answer (default 512)")
-    add("--temperature", type=float, default=0.0, help="default 0")
+    add("--least", type=positive, default=6, help="minimum number of answers (default 6)")
+    add("--rounds", type=positive, default=3, help="rounds (default 3)")
+    add("--max-new-tokens", type=positive, default=96, help="maximum tokens of an answer (default 96)")
+    add("--max-seq-len", type=positive, default=512, help="maximum tokens of prompt and answer (default 512)")
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default 0)")
     add("--speculate", choices=[name for name in METHODS if name != "none"], default="eagle3")
-    add("--tree", metavar="T,D,K", help="default: sized by cost at each step")
-    add("--transformers", metavar="DIR", help="the unquantized target, which transformers decodes too")
-    add("--isa", help="of the kernels (default: the best)")
+    add("--tree", metavar="T,D,K", help="tree (default: sized by the cost model)")
+    add("--transformers", metavar="DIR", help="unquantized target for transformers")
+    add("--isa", help="instruction set of the kernels (default: the best)")
     return bench.run(p, action, argv)
 
 

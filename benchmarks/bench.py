@@ -1,4 +1,5 @@
-"""Command line, timing in turns, tables and result files of all benchmarks."""
+"""Command line, alternating timing, tables and result files of all benchmarks.
+"""
 from __future__ import annotations
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
-WARM_UP = 16  # tokens that a contender decodes before it is timed
+WARM_UP = 16  # tokens decoded before timing starts
 sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
 
 from common.cli import log_stderr, positive, run_command  # noqa: E402
@@ -29,21 +30,21 @@ from kernels.cpu import CpuBackend  # noqa: E402
 from kernels.isa import cpuinfo  # noqa: E402
 
 CUDA = torch.cuda.is_available()
-# Processes with the same file TURNS in their environment compile at the same time and measure one at a time.
-# Each holds a shared lock from the start, and an exclusive one while it measures.
+# Processes with the same file TURNS in their environment compile concurrently and measure one at a time: each
+# holds a shared lock from the start, and an exclusive one while it measures.
 TURNS = os.environ.get("TURNS") and open(os.environ["TURNS"], "w")  # noqa: SIM115
 if TURNS:
     fcntl.flock(TURNS, fcntl.LOCK_SH)
 
 
 def wait_turn() -> None:
-    """Wait until this process alone measures, if TURNS is set; until its end."""
+    """Wait for the exclusive right to measure, if TURNS is set. It is held until the process ends."""
     if TURNS:
         fcntl.flock(TURNS, fcntl.LOCK_EX)
 
 
 def options(description: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser with --threads and --name, whose defaults are given."""
+    """Return a parser with --threads and --name. name: default of --name."""
     p = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,7 +78,7 @@ def last_isa() -> str | None:
 
 
 def describe(o: argparse.Namespace) -> dict:
-    """Return date, device, threads and torch version: the head of every result file."""
+    """Return date, device, threads and torch version, for result files."""
     on_gpu = CUDA and not (getattr(o, "device", None) or "").startswith("cpu")
     return {
         "date": datetime.date.today().isoformat(), "threads": o.threads, "torch": torch.__version__,
@@ -110,7 +111,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device | str, repeat: int = 8) -> float:
-    """Return the median seconds of a call on the device, after two calls to warm up."""
+    """Return the median seconds of a call on the device, after two warmup calls."""
     times = []
     for _ in range(2 + repeat):
         synchronize(device)
@@ -122,7 +123,7 @@ def median_seconds(call: Callable[[], object], device: torch.device | str, repea
 
 
 def bandwidth(device: torch.device | str) -> float:
-    """Return bytes per second of the device's memory: the better of copying and of summing a large tensor."""
+    """Return the memory bandwidth in bytes per second: the better of copying and summing a large tensor."""
     n = 2**28 if torch.device(device).type == "cuda" else 2**26
     a, b = torch.zeros(n, device=device), torch.empty(n, device=device)
     works = (lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)
@@ -130,21 +131,21 @@ def bandwidth(device: torch.device | str) -> float:
 
 
 class Decoded(NamedTuple):
-    """A contender's answer to one prompt."""
+    """A program's answer to one prompt."""
 
     ids: list[int]
     rate: float  # tokens after the first per second; 0 if there is only one token
     accept_lengths: list[int] = []  # tokens emitted by each step; empty if unknown
-    steps: int = 0  # the number of steps, where only this is known
+    steps: int = 0  # number of steps, if only this is known
 
 
-Contender = Callable[[list[int], int], Decoded]  # of a prompt as ids, and the most new tokens
+Contender = Callable[[list[int], int], Decoded]  # (prompt ids, max. new tokens) -> answer
 
 
 def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], tokens: int) -> list[dict]:
-    """Decode every prompt with every contender, after a warmup. The order rotates.
+    """Decode every prompt with every program, after a warmup, in rotating order.
 
-    Return the answers to each prompt by contender, without prompts with an answer of one token: these cannot
+    Return the answers to each prompt by program. Prompts with an answer of one token are skipped: they cannot
     be timed. Raise InputError if none is left.
     """
     for decode in contenders.values():
@@ -158,7 +159,7 @@ def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], to
         speeds = ", ".join(f"{name} {answer.rate:.1f}" for name, answer in answers.items())
         log_stderr(f"  {i + 1}/{len(prompts)} {speeds}")
     if not rows:
-        raise InputError("every answer has one token only: nothing to time")
+        raise InputError("all answers have one token: nothing to time")
     return rows
 
 
@@ -166,5 +167,5 @@ def tau(accept_lengths: Iterable[list[int]]) -> float:
     """Return the acceptance length: mean tokens per step over all answers. Raise InputError without steps."""
     lengths = [n for steps in accept_lengths for n in steps]
     if not lengths:
-        raise InputError("every answer has one token only: there is no acceptance length")
+        raise InputError("all answers have one token: no acceptance length")
     return statistics.fmean(lengths)

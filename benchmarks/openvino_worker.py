@@ -1,13 +1,13 @@
-"""The worker process of `processes.py: OpenVino`. It runs in the environment of that library, without ours.
+"""Worker process of `processes.py: OpenVino`, run in OpenVINO's own environment.
 
-    python openvino_worker.py TARGET HEAD PROPERTIES     (HEAD: "" if nothing is drafted)
+    python openvino_worker.py TARGET HEAD PROPERTIES     (HEAD: "" for plain decoding)
 
-PROPERTIES are those of its plugin for a CPU, as JSON: {"INFERENCE_NUM_THREADS": 2}.
+PROPERTIES: of the CPU plugin, as JSON: {"INFERENCE_NUM_THREADS": 2}.
 
-A request is a line of JSON on stdin: {"ids": [...], "tokens": 128, "stop_ids": [...], "drafting": {}}, where
-drafting holds what its GenerationConfig needs for the head, such as {"num_assistant_tokens": 3}; {} decodes
-plainly. The answer is one on stdout: {"steps": [[...], ...], "seconds": 1.2}, the tokens of each step, the
-prompt's first, and the time from the first step's tokens to the last one's.
+A request is a line of JSON on stdin: {"ids": [...], "tokens": 128, "stop_ids": [...], "drafting": {}}.
+drafting has fields of GenerationConfig, such as {"num_assistant_tokens": 3}; {}: plain decoding. The answer
+is a line on stdout: {"steps": [[...], ...], "seconds": 1.2}: the tokens of each step, that of the prompt
+first, and the time from the first step to the last.
 """
 import json
 import os

@@ -1,4 +1,5 @@
-"""Our side of the benchmarks. Only this file uses the engine and builds drafters."""
+"""This project's engine, as used by the benchmarks. Only this file builds engines and drafters.
+"""
 from __future__ import annotations
 
 import re
@@ -29,17 +30,16 @@ from model import Transformer
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 
-# The ids that each prompt got in a pass; none while prompts are read.
+# New ids of each prompt in a pass; empty during prefill.
 Passes = Generator[list[list[int]], None, None]
 
-OF_EXPERTS = re.compile(r"\.mlp\.(routed\.)?w_")  # names of parameters, where there are experts
+OF_EXPERTS = re.compile(r"\.mlp\.(routed\.)?w_")  # parameter names of experts
 
 
 def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
-    """Weight bytes that one step reads: the target's once, those of the drafter's network once per level.
+    """Return the weight bytes that a step reads: the target's once, the drafter's network once per level.
 
-    Embedding tables are looked up, not read. A mixture's step reads the experts that a tree's rows choose on
-    average, each as likely as any other.
+    Without embedding tables. Of experts, the expected number for uniform routing.
     """
     def size(module, rows: int = 1) -> int:
         a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
@@ -56,7 +56,7 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
 
 
 class Model:
-    """A target on its kernels: of a checkpoint, or of a shape with its random EAGLE-3 head."""
+    """A loaded target: a checkpoint, or a shape with random weights and an EAGLE-3 head."""
 
     def __init__(self, target: Target, head: Head | None = None):
         self.target, self.head, self.weights = target, head, target.model
@@ -64,17 +64,17 @@ class Model:
         self.longest, self.stop_ids = self.weights.args.max_seq_len, target.config["stop_ids"]
 
     def encode(self, text: str) -> list[int]:
-        """Return a user's message as ids."""
+        """Encode a user message."""
         return encode(self.target.tokenizer, text)
 
     def runner(
         self, method: str = "none", tree: TreeShape | None = None, *, batch: int = 1, stops: bool = True,
         max_seq_len: int | None = None, draft: str | None = None, window: int | None = None,
     ) -> Runner:
-        """Return a decoder of up to `batch` prompts at a time.
+        """Return a runner for batches of up to `batch` prompts.
 
-        tree: by default, what pays at each step. draft, window: see --draft and --draft-window.
-        Without `stops` no id ends a text.
+        tree: None: sized by the cost model. draft, window: see --draft and --draft-window. stops: whether
+        stop ids end a sequence.
         """
         target = self.target if stops else replace(self.target, config=self.target.config | {"stop_ids": []})
         if self.head is None:
@@ -89,7 +89,7 @@ class Model:
         return Runner(engine)
 
     def slot_batch(self, method: str, tree: TreeShape | None, slots: int, max_seq_len: int) -> SlotBatch:
-        """Return a decoder whose requests come and go, as a server's."""
+        """Return an engine with continuous batching."""
         engine = self.target.engine(
             DraftOptions(method, tree=tree), batch=slots, max_seq_len=max_seq_len, serves=True
         )
@@ -97,13 +97,13 @@ class Model:
 
 
 class Runner:
-    """An engine that takes one batch of prompts after another."""
+    """An engine that decodes one batch of prompts at a time."""
 
     def __init__(self, engine: Engine):
         self.engine, self.requests = engine, []
 
     def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
-        """Decode up to `batch` prompts, pass by pass. Requests that an earlier call left undecoded leave."""
+        """Decode up to `batch` prompts, pass by pass. Removes unfinished requests of an earlier call."""
         for request in self.requests:
             self.engine.remove(request)
         self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]
@@ -114,32 +114,31 @@ class Runner:
             yield new
 
     def since_first(self) -> float:
-        """Return the seconds since each text of the last batch had its first token."""
+        """Return the seconds since all requests of the last batch had their first token."""
         return time.perf_counter() - max(request.first for request in self.requests)
 
     def decode(self, ids: list[int], tokens: int, temperature: float = 0.0, seed: int = 0) -> Decoded:
-        """Decode one prompt. The clock starts with the first token."""
+        """Decode one prompt. Timing starts at the first token."""
         (request,) = self.requests = self.engine.generate([ids], Sampling(tokens, temperature, seed=seed))
         return Decoded(request.ids, request.tokens_per_second, request.accept_lengths)
 
     def trees(self) -> Counter:
-        """Return the number of steps of the last batch by tree; "plain" is one."""
+        """Return the number of steps of the last batch by tree size, or "plain"."""
         return sum((request.trees for request in self.requests), Counter())
 
     def warm_up(self, temperature: float = 0.0, every: bool = True) -> Runner:
-        """Compile and capture what a text needs; every: of any length, with any option. Return self."""
+        """Compile and capture passes. every: for all lengths and options. Return self."""
         self.engine.warm_up(Sampling(8, temperature), exhaustive=every)
         return self
 
     def bytes_read(self, context: int) -> int:
-        """Return the bytes that a step must read: weights once a pass, the target's live keys and values.
-        """
+        """Return the bytes that a step must read: weights once per pass, and the live KV cache."""
         d = self.engine
         return bytes_per_step(d.target, d.drafter) + d.target.cache_bytes(d.batch, context)
 
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
-        """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
+        """Return the median seconds of the target's verify pass after `context` tokens."""
         d, rows, step = self.engine, self.engine.drafter.shape.nodes, self.engine.runner.device_step
         length = torch.full((d.batch,), context, device=d.device)
         own = length[:, None] + torch.arange(rows, device=d.device)
@@ -165,9 +164,9 @@ class SlotBatch:
     def answer(
         self, prompts: list[list[int]], sampling: list[Sampling], together: int
     ) -> tuple[list[list[int]], float, float, Counter]:
-        """Answer prompts, `together` at a time.
+        """Decode prompts, `together` at a time.
 
-        Return ids, seconds, the seconds of these that reading prompts took, and the steps by tree.
+        Return ids, seconds, prefill seconds among these, and the number of steps by tree.
         """
         engine, requests, before = self.engine, [], self.engine.prompt_seconds
         synchronize(engine.device)
@@ -182,7 +181,7 @@ class SlotBatch:
 
 
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
+    """Capture a call over static tensors as a CUDA graph; on a CPU return the call itself."""
     if device.type != "cuda":
         return call
     return partial(CapturedCalls(device, log_stderr), ("call",), call, nullcontext)
@@ -207,11 +206,11 @@ def load(
 
 
 def plain_modules(checkpoint: str | None, shape: str | None = None, **runtime) -> Transformer:
-    """Return a target in PyTorch's modules, for others to compute with."""
+    """Return a target with PyTorch's modules, for comparison with other programs."""
     return load(checkpoint, shape, compile=False, **runtime).weights
 
 
 def encode_all(checkpoint: str, questions: list[str]) -> list[list[int]]:
-    """Return questions as ids, as `Model.encode` without loading a model."""
+    """Encode questions as `Model.encode` does, without loading a model."""
     tokenizer = Tokenizer.load(checkpoint)
     return [encode(tokenizer, question) for question in questions]

@@ -1,23 +1,21 @@
-"""Tokens per second of this project and of its peers on the same weights, prompts and threads, in turns.
+"""Tokens per second of this project and other programs with the same weights, prompts and threads.
 
     python benchmarks/peers.py --checkpoint DIR --quantized DIR-w8a8 --questions mt_bench.jsonl \\
         --transformers --llama-server FILE --gguf bf16.gguf Q8_0.gguf --llama-head head.gguf
     python benchmarks/peers.py --shape llama-3.1-8b --transformers
 
-ours          plain and by --methods, as stored and quantized; not with --no-ours
-transformers  `generate`, plain and with prompt lookup; on a GPU also with a static cache, where it is
-              compiled
-llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3 or a draft model, drafting
-              chains that end below a probability
-ik_llama.cpp  its llama-server, weights repacked at load (-rtr), with the last file; also with a draft model
-OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees
+ours          plain decoding and --methods, as stored and quantized; not with --no-ours
+transformers  `generate`, plain and with prompt lookup; on a GPU also with a static cache, compiled
+llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3 or a draft model (chains,
+              --llama-p-min)
+ik_llama.cpp  its llama-server with -rtr and the last file; also with a draft model
+OpenVINO      OpenVINO GenAI, plain and with EAGLE-3 (chains or trees)
 
-benchmarks/README.md says how to build the peers. Speeds are tokens after the first over the time after the
-first, greedy, one text at a time: medians over the questions, and medians of each question's ratios. "its
-plain" is plain decoding of the same program and precision, with which a speculative text is compared. The
-peers' processes keep the time themselves. --shape takes random weights and prompts: nearly no draft is
-accepted, so EAGLE-3 shows what a step costs, not what it gains.
-Writes benchmarks/results/NAME.json and .png.
+benchmarks/README.md describes how to build them. Greedy, one request at a time, programs alternate. Speed
+excludes prefill and the first token. The table has medians over the questions of speeds and of per-question
+ratios. "its plain" is plain decoding of the same program and precision, with which drafted output is
+compared. With --shape, weights and prompts are random and almost no draft is accepted, so EAGLE-3 shows the
+cost of a step only. Writes benchmarks/results/NAME.json and .png.
 """
 from __future__ import annotations
 
@@ -208,28 +206,29 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     bench.add_model(p)
     add("--methods", nargs="+", default=["eagle3"], metavar="METHOD",
-        help="ours, as --speculate has them (default eagle3); METHOD=DIR drafts with DIR")
+        help="our drafting methods (default eagle3); METHOD=DIR: with this head or model")
     add("--tree", nargs="+", default=[], metavar="T,D,K",
-        help="trees of EAGLE-3 (default: what pays at each step, for a shape 60,7,10)")
-    add("--quantized", nargs="+", default=[], metavar="DIR", help="the same checkpoint, by quantize.py")
-    add("--questions", help="JSON lines whose first turns are asked; needed for a checkpoint")
-    add("--limit", type=positive, help="questions at most")
+        help="trees of EAGLE-3 (default: sized by the cost model; for a shape 60,7,10)")
+    add("--quantized", nargs="+", default=[], metavar="DIR", help="the same checkpoint, quantized")
+    add("--questions", help="JSON lines; the first turn of each is the prompt; required for a checkpoint")
+    add("--limit", type=positive, help="maximum number of questions")
     add("--max-new-tokens", type=positive, default=128)
     add("--ours", action=argparse.BooleanOptionalAction, default=True)
     add("--transformers", action="store_true")
-    add("--llama-server", metavar="FILE", help="llama.cpp's program")
-    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantized and quantized")
-    add("--llama-head", metavar="FILE", help="the EAGLE-3 head for it")
-    add("--llama-draft", metavar="FILE", help="a draft model for it")
-    add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="lengths (default 2)")
-    add("--llama-p-min", type=float, nargs="+", default=[0.0], metavar="P", help="least probable drafts")
+    add("--llama-server", metavar="FILE", help="llama.cpp's llama-server")
+    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target as GGUF, unquantized and quantized")
+    add("--llama-head", metavar="FILE", help="the EAGLE-3 head as GGUF")
+    add("--llama-draft", metavar="FILE", help="a draft model as GGUF")
+    add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="chains (default 2)")
+    add("--llama-p-min", type=float, nargs="+", default=[0.0], metavar="P",
+        help="--spec-draft-p-min (default 0)")
     add("--ik-server", metavar="FILE", help="ik_llama.cpp's llama-server")
-    add("--openvino", metavar="PYTHON", help="an interpreter that can import openvino_genai")
-    add("--openvino-target", metavar="DIR", help="the target as optimum-cli exports it")
-    add("--openvino-head", metavar="DIR", help="its EAGLE-3 head, exported so")
-    add("--openvino-chains", type=positive, nargs="*", default=[3], metavar="N", help="lengths (default 3)")
+    add("--openvino", metavar="PYTHON", help="Python interpreter with openvino_genai")
+    add("--openvino-target", metavar="DIR", help="target exported by optimum-cli")
+    add("--openvino-head", metavar="DIR", help="EAGLE-3 head exported by optimum-cli")
+    add("--openvino-chains", type=positive, nargs="*", default=[3], metavar="N", help="chains (default 3)")
     add("--openvino-trees", nargs="+", default=[], metavar="T,D,K", help="also trees: nodes,depth,width")
-    add("--openvino-set", nargs="+", default=[], metavar="NAME=VALUE", help="properties of its CPU plugin")
+    add("--openvino-set", nargs="+", default=[], metavar="NAME=VALUE", help="properties of the CPU plugin")
     add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
     return bench.run(p, action, argv)
 

@@ -1,4 +1,5 @@
-"""Pictures in one style, written whole or not at all."""
+"""Plots in one style, written atomically.
+"""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Other programs to measure, a process each: our server, llama.cpp's and OpenVINO GenAI."""
+"""Servers and worker processes to measure: our server, llama.cpp's, OpenVINO GenAI.
+"""
 from __future__ import annotations
 
 import asyncio

@@ -1,13 +1,13 @@
-"""Matrix products alone, ours and PyTorch's: every linear layer of a target once, over 1 to 64 rows.
+"""Time of the matrix products of a pass, ours and PyTorch's, for 1 to 64 tokens.
 
     python benchmarks/products.py --checkpoint checkpoints/smollm2-135m --isa avx2 avx512
     python benchmarks/products.py --shape llama-3.1-8b
 
-The layers follow each other, so that weights come from memory and not from a cache. Products and row counts
-take turns; figures are medians in milliseconds. "PyTorch whole" and "whole" multiply by bf16 weights,
-"PyTorch int8pack" is torch._weight_int8pack_mm; on a CPU ours are named by their instruction set. On a GPU
-ours are the Triton kernels, and the layers of a product are one captured graph. A product that fails here is
-left out. Writes benchmarks/results/NAME.json.
+All linear layers of a target run in order, so that weights are read from memory, not from a cache. Products
+and token counts alternate; the table has medians in milliseconds. "PyTorch whole" and "whole" have bf16
+weights, "PyTorch int8pack" is torch._weight_int8pack_mm; our CPU products are named by instruction set. On a
+GPU our products are Triton kernels, and all layers of a product are one CUDA graph. A product that fails is
+skipped. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python benchmarks/record.py --checkpoint DIR [--prompt TEXT] [--redraw]
 
-Runs alternate after warmup; the run of median duration is drawn, with the time stamp of every token. Writes
-benchmarks/results/NAME.json and NAME.svg, an animation without scripts. --redraw draws an existing result.
+Runs alternate after warmup. The run of median duration is drawn, with the timestamp of every token. Writes
+benchmarks/results/NAME.json and NAME.svg, which contains no scripts. --redraw draws an existing result.
 """
 from __future__ import annotations
 
@@ -131,9 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     """Parse a command line and run it. Returns the exit status."""
     p = bench.options(__doc__, "record")
     p.add_argument("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
-    p.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
-    p.add_argument("--max-new-tokens", type=positive, default=192, metavar="N", help="default 192")
-    p.add_argument("--redraw", action="store_true", help="draw the result file again")
+    p.add_argument("--prompt", default=PROMPT, help=f"prompt (default: {PROMPT})")
+    p.add_argument("--max-new-tokens", type=positive, default=192, metavar="N",
+                   help="maximum tokens of the answer (default 192)")
+    p.add_argument("--redraw", action="store_true", help="draw an existing result file")
     return bench.run(p, action, argv)
 
 

@@ -1,10 +1,10 @@
-"""Speed of servers with 1 to 8 clients: ours, plain and with EAGLE-3, and llama-server.
+"""Throughput and latency of servers with 1 to 8 clients: ours, plain and with EAGLE-3, and llama-server.
 
     python benchmarks/serving.py --checkpoint DIR --questions question.jsonl --llama-server FILE --gguf FILE
 
-Every server has a slot per client. In a round each client streams --answers greedy chat answers of at most
---max-new-tokens; servers alternate. tokens/s: of all clients, from the first request to the last answer.
-Medians over the rounds. Writes benchmarks/results/NAME.json.
+Every server has one slot per client. In a round each client streams --answers greedy chat completions of at
+most --max-new-tokens; servers alternate. tokens/s: of all clients, from the first request to the last answer.
+Medians over rounds. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -96,13 +96,14 @@ def main(argv: list[str] | None = None) -> int:
     p = bench.options(__doc__, "serving")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
-    add("--questions", required=True, help="JSON lines; their first turns are asked")
-    add("--clients", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default 1 2 4 8")
-    add("--answers", type=positive, default=3, help="answers for each client in a round (default 3)")
-    add("--rounds", type=positive, default=3, help="default 3")
-    add("--max-new-tokens", type=positive, default=128, help="default 128")
-    add("--llama-server", metavar="FILE", help="llama.cpp's program; needs --gguf")
-    add("--gguf", metavar="FILE", help="the target for it")
+    add("--questions", required=True, help="JSON lines; the first turn of each is the prompt")
+    add("--clients", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N",
+        help="numbers of clients (default 1 2 4 8)")
+    add("--answers", type=positive, default=3, help="answers per client and round (default 3)")
+    add("--rounds", type=positive, default=3, help="rounds (default 3)")
+    add("--max-new-tokens", type=positive, default=128, help="maximum tokens of an answer (default 128)")
+    add("--llama-server", metavar="FILE", help="llama.cpp's llama-server; needs --gguf")
+    add("--gguf", metavar="FILE", help="the target as GGUF")
     return bench.run(p, action, argv)
 
 

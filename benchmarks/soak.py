@@ -1,13 +1,12 @@
-"""Soak test of a server: lost or wrong answers under load, growth of memory and open files.
+"""Soak test of the server: lost or wrong answers under load, growth of memory and open files.
 
     python benchmarks/soak.py --checkpoint DIR --questions question.jsonl --clients 32 --minutes 10
 
-Makes --requests different requests: prompts short and long, several turns, greedy and with seeds, all kinds
-of sampling, stop texts, JSON, with and without drafting, with and without streaming. The server first answers
-each request alone. Then the clients repeat them; one in seven streams is closed early. Every complete answer
-must equal the one given alone in text, finish reason and number of tokens. The server's memory and open files
-may not grow after the first tenth of the run. Writes benchmarks/results/NAME.json. The exit status is 1 after
-any error.
+Makes --requests different requests: short and long prompts, several turns, all sampling options, stop
+strings, JSON, with and without drafting and streaming. The server first answers each request without load.
+Then the clients repeat them; one in seven streams is closed early. Every complete answer must equal the one
+without load in text, finish reason and number of tokens. Memory and open files may not grow after the first
+tenth of the run. Writes benchmarks/results/NAME.json. The exit status is 1 after any error.
 """
 from __future__ import annotations
 
@@ -158,11 +157,11 @@ def main(argv: list[str] | None = None) -> int:
     p = bench.options(__doc__, "soak")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target with its head")
-    add("--questions", required=True, help="question file, whose first turns are asked")
+    add("--questions", required=True, help="question file; first turns are prompts")
     add("--serve", default="--speculate eagle3", help="options of serve.py")
     add("--clients", type=positive, default=32)
     add("--minutes", type=float, default=10.0)
-    add("--requests", type=positive, default=120, help="different ones (default 120)")
+    add("--requests", type=positive, default=120, help="different requests (default 120)")
     return bench.run(p, action, argv)
 
 

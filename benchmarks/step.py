@@ -1,21 +1,19 @@
-"""Time of a step, and of its parts, over trees, context, batch and precision.
+"""Time of a step and of its phases, over trees, context length, batch size and precision.
 
     python benchmarks/step.py --checkpoint checkpoints/smollm2-135m checkpoints/smollm2-135m-w8a8
     python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 4096 --batch 1 8 32
     python benchmarks/step.py --shape llama-3.2-1b --modes w4a8 --tree 1,0,0 8,6,1 --llama-bench FILE
 
-step      a complete step as the decoder runs it; tree 1,0,0 is plain decoding. After a prompt of random ids,
-          so that a step begins at the context, plus the tokens of the steps before it
+step      a complete step of the engine, after a prompt of random ids; tree 1,0,0 is plain decoding
 verify    the target's pass over the tree, timed alone
-rest      step - verify: drafting, accepting, committing, emitting
-roof      the share of the measured memory bandwidth that a step reads at: weights once a pass, live keys and
-          values
---top N   on a GPU: a profile of a step: its kernels, what they take together, what the host launches and
-          waits for, and the N kinds of kernels that take longest
---llama-bench    llama.cpp on random weights of the shape in Q4_0: milliseconds of a token, and of a pass over
-          8 rows, which scores the last one
+rest      step - verify: draft, accept, commit, emit
+roof      achieved / measured memory bandwidth, for weights and live KV cache
+--top N   on a GPU: profile of a step: number and total time of kernels, launches and synchronizations of the
+          host, and the N kinds of kernels that take longest
+--llama-bench    llama.cpp with random Q4_0 weights of the shape: milliseconds of a token, and of a pass over
+          8 tokens
 
-Times are medians in milliseconds; the trees of one model take turns. Writes benchmarks/results/NAME.json.
+Times are medians in milliseconds; the trees of a model alternate. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 

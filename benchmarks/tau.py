@@ -1,12 +1,11 @@
-"""Acceptance length of heads on question files, by tree, window and temperature. Nothing is timed.
+"""Acceptance length of heads by question set, tree, draft window and temperature.
 
     python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
         [--tree 12,3,4 60,7,10] [--draft-window 0 512] [--temperature 0 1] [--calibration]
 
-Heads run as in generate.py: 16-bit heads in w8a8 on our CPU kernels. τ is over all steps of a set,
-`mean` over the sets. Writes benchmarks/results/NAME.json. With --calibration also NAME.png: the probability
-that the head gives the path to a node, and how often the target accepts the node (the claim of EAGLE-2,
-arXiv 2406.16858, section 3).
+Heads run as in generate.py: 16-bit heads in w8a8 on our CPU kernels. τ is the mean over all steps of a set,
+`mean` the mean over sets. Writes benchmarks/results/NAME.json. With --calibration also NAME.png: acceptance
+rate of nodes by their path probability (arXiv 2406.16858, section 3).
 """
 from __future__ import annotations
 
@@ -108,9 +107,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--checkpoint", required=True, help="converted target")
     add("--draft", nargs="+", metavar="HEAD", help="converted heads (default: CHECKPOINT/eagle3)")
     add("--questions", nargs="+", required=True, metavar="FILE")
-    add("--limit", type=positive, help="questions of each file at most")
+    add("--limit", type=positive, help="maximum number of questions per file")
     add("--max-new-tokens", type=positive, default=128)
-    add("--max-seq-len", type=positive, default=2048, help="tokens of a question and its answer")
+    add("--max-seq-len", type=positive, default=2048, help="maximum tokens of prompt and answer")
     add("--tree", nargs="+", default=["60,7,10"], metavar="T,D,K")
     add("--draft-window", nargs="+", type=within(0), default=[None], metavar="N",
         help="tokens that the head attends to; 0: all (default: as generate.py)")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The heads of the table of twelve drafters, and the table: docs/benchmarks.md#twelve-drafters.
 #     benchmarks/twelve.sh TEXT QUESTIONS
-# TEXT: the data folder of a run of train.py, QUESTIONS: the papers' six sets. Each head learns for twelve minutes on one
+# TEXT: the data folder of a run of train.py, QUESTIONS: the papers' six sets. Each head is trained for twelve minutes on one
 # thread. Hydra++ and Medusa heads were trained by an earlier version, and the draft model of SpS is the target's layers
 # 0, 1 and 29 (scripts in git history): put them into COPY/hydra, COPY/medusa and runs/draft.
 set -euo pipefail
