@@ -1,14 +1,15 @@
-# make demo        set everything up and watch SmolLM2-135M write with EAGLE-3, next to plain decoding
-# make test        set everything up and run the tests, on two cores: ten minutes
-# make test-fast   only the quick ones: nothing slow, nothing compiled, no network: one minute
-# make test-all    also what takes long and rarely breaks: all instruction sets, GPUs that are not there, kills
-# make lint        set everything up and run the linter
-# Needs Python >= 3.10 with venv and make, and for full speed a C++ compiler. Nothing is installed outside .venv.
+# make demo        install, download SmolLM2-135M, generate with and without EAGLE-3
+# make fetch       install and download only
+# make test        install and run the tests: ten minutes on two cores
+# make test-fast   quick tests only: no compilation, no network: one minute
+# make test-all    also expensive tests: all instruction sets, Triton compilation for other GPUs, killed processes
+# make lint        install and run the linter
+# Needs Python >= 3.10 with venv, make, and for full speed a C++ compiler. Installs into .venv only.
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in a few sentences why the sky is blue.
 ARGS ?=
-# One word of the shell, with the quotes and dollars that are in it.
+# The prompt as one shell word.
 QUOTED = '$(subst ','\'',$(value PROMPT))'
 RUN = $(VENV)/bin/python
 

