@@ -48,7 +48,6 @@ def parser() -> Options:
         help="chat template: vicuna, llama2 or a jinja file replaces the source's; auto (default): chosen by"
              " model name if the source has none; none: no template is added")
     add("--force", action="store_true", help="replace an existing output folder; keep the heads in it")
-    add("--allow-nonfinite", action="store_true", help="accept weights that are nan or infinite")
     return p
 
 
@@ -59,7 +58,7 @@ def run(o) -> None:
     # Readers of malformed files raise many types of errors.
     with library_errors(f"{o.checkpoint}: cannot be converted, probably malformed"):
         out = convert(o.checkpoint, o.out, o.target, dtype=o.dtype, options=options, template=o.template,
-                force=o.force, allow_nonfinite=o.allow_nonfinite)
+                force=o.force)
     print(next_steps(out, o.target))
 
 

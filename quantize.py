@@ -73,7 +73,6 @@ def parser() -> Options:
     add("--text", metavar="FILE",
         help="print perplexity and top-1 agreement of both models on this text")
     add("--force", action="store_true", help="replace an existing output folder")
-    add("--allow-nonfinite", action="store_true", help="accept weights that are nan or infinite")
     reject_if(lambda o: o.group and not {o.mode, o.lm_head} & {*INT4_MODES},
            lambda o: f"--group {o.group}: only for int4 and w4a8; --mode {o.mode} has no groups")
     reject_if(lambda o: (o.calibrate or o.method == "gptq") and (
@@ -191,7 +190,7 @@ def run(o) -> None:
     # Target and heads are replaced together.
     with staging(out) as folder:
         for name, plan in plans.items():
-            errors[name] = quantize_folder(plan, folder / name, None if name else text, o.allow_nonfinite)
+            errors[name] = quantize_folder(plan, folder / name, None if name else text)
     for name in plans:
         report(source / name, out / name, errors[name])
     if ids is not None:

@@ -55,7 +55,7 @@ IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bi
 def convert(
     checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None, *,
     dtype: str = "keep", options: HeadOptions = HeadOptions(), template: str = "auto", force: bool = False,
-    quiet: bool = False, allow_nonfinite: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Convert `checkpoint`, a target or a draft head, into the folder `out` and return `out`.
 
@@ -66,7 +66,6 @@ def convert(
     options: settings that a head's files may not contain.
     template: chat template for a target without one, see `tokens.convert: find_template`.
     force: replace `out` if it is a converted folder of the same kind; its subfolders (heads) stay.
-    allow_nonfinite: warn about nan and infinite weights instead of rejecting them.
 
     Raises InputError on bad input or a full disk; `out` is unchanged then.
     """
@@ -95,8 +94,7 @@ def convert(
             config["stop_ids"] = [i for i in stop_ids if i < config["vocab_size"]]
         for part, (fields, tensors) in parts.items():
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
-            fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
-                 where=str(source.path))
+            fill(folder / part, fields, tensors, quiet=quiet, where=str(source.path))
     if not target:
         _warn(checkpoint, tokenizer, config)
     if not quiet:

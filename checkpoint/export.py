@@ -1,11 +1,9 @@
-"""Write an EAGLE head of ours as a Hugging Face folder that other programs read.
+"""Write an EAGLE-3 head of ours as a Hugging Face folder that other programs read.
 
     python -m checkpoint.export --head checkpoints/mine/eagle3 --checkpoint checkpoints/mine --out DIR
 
---layout sglang (default)  as the EAGLE repository publishes them. SGLang reads EAGLE-1 and EAGLE-3, vLLM
-                           EAGLE-3, and EAGLE-1 if `architectures` in config.json is changed to
-                           LlamaForCausalLM.
---layout speculators       EAGLE-3 as the speculators library writes it. vLLM and llama.cpp read it.
+--layout sglang (default)  as the EAGLE repository publishes them, for SGLang and vLLM
+--layout speculators       as the speculators library writes them, for vLLM and llama.cpp
 """
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from checkpoint.configs import ACTIVATIONS
 from checkpoint.dense import KEYS, NameTable, parts_of
-from checkpoint.eagle_layouts import AUX_KEY, EAGLE1, FIRST_LAYER, MIDLAYER, eagle3_names
+from checkpoint.eagle_layouts import AUX_KEY, FIRST_LAYER, MIDLAYER, eagle3_names
 from checkpoint.folder import check_exact
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model, read_config
 from common.cli import Options, command
@@ -29,11 +27,7 @@ from extensions import CLASS_FIELDS
 from head import Head
 from networks.weights import own_state
 
-# Names of the class in config.json, by kind and layout.
-ARCHITECTURES = {
-    "eagle": {"sglang": "LlamaForCausalLMEagle"},
-    "eagle3": {"sglang": "LlamaForCausalLMEagle3", "speculators": "Eagle3Speculator"},
-}
+ARCHITECTURES = {"sglang": "LlamaForCausalLMEagle3", "speculators": "Eagle3Speculator"}  # by layout
 Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it: its config.json and tensors
 
 
@@ -63,12 +57,6 @@ def llama_config(head: Head) -> dict:
     if a.draft_window:
         shape["draft_window"] = a.draft_window
     return {"model_type": "llama", **shape, "torch_dtype": "bfloat16"}
-
-
-def write_eagle1(head: Head) -> Published:
-    """Write an EAGLE-1 head as SafeAILab does."""
-    flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
-    return llama_config(head) | flags, publish(head, EAGLE1)
 
 
 def write_eagle3(head: Head, layout: str, target: dict) -> Published:
@@ -117,17 +105,14 @@ def _speculators_config(head: Head, options: dict, target: dict) -> dict:
     }
 
 
-def export(head: Head, kind: str, folder: str | Path, layout: str, target: dict) -> None:
-    """Write a head of a kind as config.json and model.safetensors in bfloat16, without the target's weights.
+def export(head: Head, folder: str | Path, layout: str, target: dict) -> None:
+    """Write an EAGLE-3 head as config.json and model.safetensors in bfloat16, without the target's weights.
 
     Both files are replaced at once; other files of the folder stay. target: the target's config.json. Raises
     InputError if the layout cannot hold this head, or if there is no space or no permission.
     """
-    if layout not in ARCHITECTURES.get(kind, {}):
-        raise InputError(f"the {layout} layout has no place for {kind} heads; EAGLE-3 heads have both"
-                         " layouts, EAGLE-1 heads sglang")
-    config, tensors = write_eagle1(head) if kind == "eagle" else write_eagle3(head, layout, target)
-    config = {"architectures": [ARCHITECTURES[kind][layout]], **config}
+    config, tensors = write_eagle3(head, layout, target)
+    config = {"architectures": [ARCHITECTURES[layout]], **config}
     for name, t in tensors.items():
         tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
     with staging(Path(folder), kept=lambda old: True) as made:
@@ -140,7 +125,7 @@ def parser() -> Options:
     """Declare the options of the command line."""
     p = Options(__doc__, prog="python -m checkpoint.export")
     add = p.add_argument
-    add("--head", required=True, help="converted EAGLE-1 or EAGLE-3 head")
+    add("--head", required=True, help="converted EAGLE-3 head")
     p.add_checkpoint("the converted target it belongs to")
     add("--layout", choices=("sglang", "speculators"), default="sglang")
     add("--out", required=True)
@@ -155,12 +140,9 @@ def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     if is_converted(o.out):
         raise InputError(f"--out {o.out}: holds a converted checkpoint; choose another folder")
-    head = read_config(o.head, what="--head")
-    if head["kind"] == "target":
-        raise InputError(f"--head {o.head}: holds a target, no draft head")
-    check_exact(o.head, head)
+    check_exact(o.head, read_config(o.head, "eagle3", "--head"))
     target, target_config = load_model(o.checkpoint)
-    export(load_head(o.head, target), head["kind"], o.out, o.layout, target_config)
+    export(load_head(o.head, target), o.out, o.layout, target_config)
     print(f"wrote {o.out}")
 
 

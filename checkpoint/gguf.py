@@ -5,6 +5,7 @@ changes of tensors those of its converter.
 """
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -28,40 +29,15 @@ from tokens.gguf_tokenizer import rebuild
 
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 BLOCK = 1 << 19  # bytes of rows that are read at a time: they stay in a cache, and malloc keeps their memory
-# Tensors rope_NAME.weight with a factor per frequency -> key of llama3 scaling or longrope.
-DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
-# Metadata keys, without the prefix ARCH., -> Hugging Face's keys. If two map to one, the later wins.
-SAME = {
-    "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "vocab_size": "vocab_size",
-    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
-    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
-    "attention.sliding_window": "sliding_window",
-    "attention.sliding_window_pattern": "sliding_window_pattern",
-    "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-    "shortconv.l_cache": "conv_L_cache", "leading_dense_block_count": "num_dense_layers",
-    "expert_weights_scale": "routed_scaling_factor", "attention.shared_kv_layers": "num_kv_shared_layers",
-    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
-    "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
-    "expert_shared_count": "n_shared_experts", "expert_group_count": "n_group",
-    "expert_gating_func": "expert_gating_func",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-}
+# Names in llama.cpp -> names in Hugging Face.
+# keys: metadata keys without the prefix ARCH.; if two map to one, the later wins. divisors: tensors
+# rope_NAME.weight with a factor per frequency -> key of llama3 scaling or longrope. tensors: missing in
+# gguf's name table: Gemma 4, GLM, MTP layers. fused: fused tensors, split when read. leaves: added suffixes.
+# interleaved: architectures with interleaved rotary pairs. "not models": by general.type.
+TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 KINDS = "full_attention", "sliding_attention"  # of layers without and with a window
-INTERLEAVED = "llama", "mistral3", "granite", "smollm3", "eagle3"
-NO_MODELS = {  # by general.type
-    "adapter": "a LoRA adapter (llama-export-lora merges it into its model)",
-    "imatrix": "an importance matrix",
-    "mmproj": "the part of a model that reads images or sounds", "vocab": "a vocabulary without weights",
-}
+SELECTOR = "selector_hidden.weight"  # of DFlash2
+
 
 class HeadFormat(NamedTuple):
     """A draft head: the family of its layers, further names of tensors and keys, and fixed keys.
@@ -75,43 +51,7 @@ class HeadFormat(NamedTuple):
     fixed: dict
 
 
-SELECTOR = "selector_hidden.weight"  # of DFlash2
-HEADS = {
-    "dflash": HeadFormat("qwen3", {  # and DFlash2
-        "enc.output_norm.weight": "hidden_norm.weight",
-        SELECTOR: "candidate_selector.hidden_projection.weight",
-        **{f"selector_{name}.weight": f"candidate_selector.{name}_codebook"
-           for name in ("predecessor", "successor")},
-        **{f"blk.0.{theirs}_conv_{last}": f"model.layers.{{i}}.{ours}_conv.{name}"
-           for theirs, ours in (("attn", "attention"), ("ffn", "mlp"))
-           for last, name in (("base", "base_kernel"), ("proj.weight", "kernel_projection.weight"))},
-    }, {
-        "dflash.selector_top_k": "selector_top_k",
-        "dflash.block_size": "block_size", "dflash.target_layers": "aux_hidden_state_layer_ids",
-        "dflash.attention.causal": "is_causal", "dflash.sample_from_anchor": "sample_from_anchor",
-        "tokenizer.ggml.mask_token_id": "mask_token_id",
-    }, {"dflash_config": {}}),
-    "eagle3": HeadFormat("llama", {
-        "blk.0.attn_norm_2.weight": "layers.0.hidden_norm.weight", "d2t": "token_map",
-        "enc.output_norm.weight": "input_norm.weight",
-    }, {
-        "eagle3.target_layers": "aux_hidden_state_layer_ids",
-        "eagle3.target_hidden_size": "target_hidden_size",
-        "eagle3.norm_before_residual": "norm_before_residual",
-    }, {"norm_before_residual": False, "tie_word_embeddings": False}),
-}
-FUSED = (  # fused tensors, split when read
-    "model.layers.{i}.linear_attn.in_proj_ba.weight", "model.layers.{i}.experts.{e}.gate_up_proj.weight",
-    *(f"model.layers.{{i}}.self_attn.{x}_b_proj.weight" for x in "kv"))
-LEAVES = {"sinks": ".weight", "layer_scalar": ".weight", "expert_bias": ".bias"}  # added suffixes
-OTHERS = {  # missing in gguf's name table: Gemma 4, GLM, and the MTP layer after the last layer
-    "blk.0.exp_probs_b.bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
-    "blk.0.ffn_gate_inp.scale": "model.layers.{i}.router.scale",
-    "blk.0.ffn_down_exps.scale": "model.layers.{i}.router.per_expert_scale",
-    **{f"blk.0.nextn.{theirs}.weight": f"mtp.{ours}.weight" for theirs, ours in (
-        ("eh_proj", "fc"), ("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"),
-        ("shared_head_norm", "norm"))},
-}
+HEADS = {arch: HeadFormat(**head) for arch, head in TABLES["heads"].items()}
 
 
 def open_file(path: Path) -> Source:
@@ -123,7 +63,7 @@ def open_file(path: Path) -> Source:
     mixture = "+experts" if fields.get(f"{arch}.expert_count") else ""
     family = f"gguf:{HEADS[arch].family if arch in HEADS else arch}{mixture}"
     known = family_of(path, family)
-    divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
+    divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in TABLES["divisors"].items()
                 if f"rope_{name}.weight" in stored}
     config = _config(path, arch, known, fields, stored, divisors)
     if head := HEADS.get(arch):
@@ -140,7 +80,7 @@ def open_file(path: Path) -> Source:
         if not stack and not theirs.endswith("_exps.bias"):
             # llama.cpp rotates neighboring pairs in these families: its converter interleaves the halves of
             # every q and k head. Only the size of a head matters for undoing it, not the number of heads.
-            interleaved = arch in INTERLEAVED and re.search(r"\.attn_[qk]\.weight$", theirs)
+            interleaved = arch in TABLES["interleaved"] and re.search(r"\.attn_[qk]\.weight$", theirs)
             entry = _entry(tensor, config.get("head_dim") if interleaved else None)
             tensors[name] = _as_published(name, known, entry)
             continue
@@ -173,8 +113,8 @@ def _other_content(fields: dict, stored: dict) -> str | None:
     """Describe a file that is neither a model nor a head; None if it is one."""
     kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else "model")
     if kind == "model":
-        return None if stored or "split.no" in fields else NO_MODELS["vocab"]
-    return NO_MODELS.get(kind, f"of the type {kind!r}")
+        return None if stored or "split.no" in fields else TABLES["not models"]["vocab"]
+    return TABLES["not models"].get(kind, f"of the type {kind!r}")
 
 
 def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
@@ -203,13 +143,13 @@ def _names(arch: str, family: Family) -> dict[str, str]:
         return _names(head.family, family) | head.names
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     known, found = gguf.get_tensor_name_map(kind, 1), {}
-    for ours in chain(FUSED, *family.names.values()):
+    for ours in chain(TABLES["fused"], *family.names.values()):
         asked = ours.format(i=0, e="*").replace(".*", "").replace("dt_bias", "dt_proj.bias")
-        asked += LEAVES.get(asked.rpartition(".")[2], "")
+        asked += TABLES["leaves"].get(asked.rpartition(".")[2], "")
         for name in asked, asked.removeprefix("model."):
             if theirs := known.get_name(name, try_suffixes=(".weight", ".bias")):
                 found[theirs] = ours
-    return OTHERS | found
+    return TABLES["tensors"] | found
 
 
 def _name(theirs: str, names: dict[str, str], layers: int) -> str:
@@ -244,7 +184,7 @@ def _config(
     if arch == "deepseek2":  # MLA: the metadata describe its compressed cache
         fields = fields | {f"{arch}.{n}": get(f"{n}_mla")
                            for n in ("attention.key_length", "attention.value_length")}
-    config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
+    config = {ours: get(key) for key, ours in TABLES["keys"].items() if get(key) is not None}
     config |= {key: _shortest_decimal(value) for key, value in config.items() if isinstance(value, float)}
     hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     rotary, inner = get("rope.dimension_count"), get("ssm.inner_size")

@@ -29,7 +29,7 @@ from checkpoint.load import (
     stored_tensors,
 )
 from checkpoint.source import STORED_DTYPES, Entry
-from checkpoint.writer import Planned, count_nonfinite, fill, report_nonfinite
+from checkpoint.writer import Planned, check_finite, fill
 from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
@@ -86,15 +86,13 @@ class _LayerWriter:
     read_exact: Callable[[], Tensor]
     where: str
     layer: Quantized
-    allow_nonfinite: bool
     scales: tuple[Tensor, ...] = ()  # see `Quantized.fit`
     error: float = 0.0  # relative error of the quantized weight, set by `read_weight`
 
     def read_scales(self, which: int) -> Tensor:
         if not self.scales:
             exact = self.read_exact()
-            if bad := count_nonfinite(exact):
-                report_nonfinite(self.where, bad, self.allow_nonfinite)
+            check_finite(self.where, exact)
             self.scales = self.layer.fit(exact)
         return self.scales[which]
 
@@ -118,12 +116,12 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def quantize_folder(
-    plan: QuantizationPlan, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
+    plan: QuantizationPlan, folder: Path, text: Tensor | None = None
 ) -> dict[str, tuple[str, float]]:
     """Write the quantized folder. Returns layer name -> ("of weights" or, with GPTQ, "of outputs", error).
 
     Errors are relative. text [B, T]: token ids to calibrate 4-bit layers with GPTQ; None: round to nearest.
-    Raises OSError, and InputError on nan or infinite weights unless allowed.
+    Raises OSError, and InputError on nan or infinite weights.
     """
     source, module, names = plan.source, plan.module, plan.source_module.state_dict()
     path, scheme = source / WEIGHTS, Scheme.from_config(plan.config["quantization"])
@@ -148,14 +146,14 @@ def quantize_folder(
                 # Source name of the weight: of a linear layer, of stacked experts, of a tied lm_head.
                 weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
                 exact, where = partial(read_tensor, path, weight), f"{path}: tensor {weight}"
-                layers[layer] = _LayerWriter(exact, where, owner, allow_nonfinite)
+                layers[layer] = _LayerWriter(exact, where, owner)
             dtype = tensor.dtype
             writer = layers[layer]
             read = writer.read_weight if leaf == "weight" else partial(writer.read_scales, leaf == "codes")
         return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
 
     tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-    fill(folder, plan.config, tensors, allow_nonfinite=allow_nonfinite, where=str(path))
+    fill(folder, plan.config, tensors, where=str(path))
     errors = {name: ("of weights", layer.error) for name, layer in layers.items()}
     return errors | {name: ("of outputs", layer.error) for name, layer in ready.items()}
 
@@ -191,10 +189,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
 
         def read(name: str) -> Tensor:
             tensor = file.get_tensor(name)
-            if bad := count_nonfinite(tensor):
-                raise InputError(f"{source / WEIGHTS}: tensor {name} holds {bad:,} nan or infinite"
-                                 " values, which GPTQ cannot calibrate; use --method nearest"
-                                 " --allow-nonfinite")
+            check_finite(f"{source / WEIGHTS}: tensor {name}", tensor)
             return tensor
 
         def apply(i: int, block: nn.Module, x: Tensor) -> Tensor:

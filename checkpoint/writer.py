@@ -40,26 +40,25 @@ class Planned:
 
 
 def fill(
-    folder: Path, config: dict, plan: list[Planned], *, quiet: bool = False, allow_nonfinite: bool = False,
-    where: str = "the source",
+    folder: Path, config: dict, plan: list[Planned], *, quiet: bool = False, where: str = "the source"
 ) -> None:
     """Write weights and config.json into a folder, which may be there already and may hold other files.
 
     where: the source's name, for errors. Raises OSError, and InputError on a config that is not right, and on
-    numbers that are not finite unless they are allowed.
+    numbers that are not finite.
     """
     with named(where):
         check_config(config)
     folder.mkdir(exist_ok=True)
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
     with tqdm(total=total, unit="B", unit_scale=True, desc=config["kind"], disable=hidden) as progress:
-        digest = _write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
+        digest = _write_safetensors(folder / WEIGHTS, plan, progress.update, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def _write_safetensors(
-    path: Path, plan: list[Planned], progress: Callable[[int], object], allow_nonfinite: bool, where: str
+    path: Path, plan: list[Planned], progress: Callable[[int], object], where: str
 ) -> str:
     """Write the planned tensors -> the file's sha256. Threads read a few ahead of the one that is written.
 
@@ -91,8 +90,7 @@ def _write_safetensors(
             if tensor.shape != part.shape:
                 raise InputError(f"{what} has shape {list(tensor.shape)}, expected {list(part.shape)}")
             exponents = t.dtype == torch.uint8 and t.name.endswith(".scale")  # of MXFP4; 255 is nan
-            if bad := int((tensor == 255).sum()) if exponents else count_nonfinite(tensor):
-                report_nonfinite(what, bad, allow_nonfinite)
+            check_finite(what, torch.where(tensor == 255, math.nan, 0.0) if exponents else tensor)
             return _cast(what, tensor, t.dtype).contiguous().flatten().view(torch.uint8).numpy()
 
         write(len(text).to_bytes(8, "little") + text)
@@ -103,12 +101,11 @@ def _write_safetensors(
     return digest.hexdigest()
 
 
-def report_nonfinite(what: str, count: int, allowed: bool) -> None:
-    """Refuse a tensor with `count` numbers that are not finite, by an InputError, or warn of them."""
-    found = f"{what} holds {count:,} numbers that are not finite (nan or infinite)"
-    if not allowed:
-        raise InputError(f"{found}; expected none; --allow-nonfinite takes them as they are")
-    print(f"warning: {found}", file=sys.stderr)
+def check_finite(what: str, tensor: Tensor) -> None:
+    """Raise InputError if a tensor has nan or infinite numbers."""
+    if count := count_nonfinite(tensor):
+        raise InputError(f"{what} holds {count:,} numbers that are not finite (nan or infinite); expected"
+                         " none")
 
 
 def _cast(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

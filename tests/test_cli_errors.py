@@ -91,7 +91,7 @@ MISTAKES = (
     ("quantize", "--mode int8 --calibrate TEXT", "only for --mode int4"),
     ("convert_checkpoint", "--aux-layers 1,,2", "argument --aux-layers: '' is not a whole number from 0"),
     ("drafters.ngram", "NOWHERE", "NOWHERE: no such file"),
-    ("checkpoint.export", "--head TARGET", "--head TARGET: holds a target, no draft head"),
+    ("checkpoint.export", "--head TARGET", "--head TARGET: is of kind target, expected eagle3"),
     ("checkpoint.export", "--out WRITTEN", "WRITTEN: holds a model.safetensors; replace it with --force"),
     ("checkpoint.export", "--out TARGET --force", "--out TARGET: holds a converted checkpoint; choose"),
 )

@@ -255,8 +255,7 @@ CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, an
     {"recycle_normed": True}, {"feature_norm": "each"}, {"feature_norm": "all"}, {"draft_window": 77},
 )
 THERE_AND_BACK = [
-    ("eagle3", "sglang", {}), ("eagle3", "speculators", {}), ("eagle", "sglang", {}),
-    *(("eagle3", layout, changes) for changes in CHANGES for layout in ("sglang", "speculators")),
+    (layout, changes) for changes in ({}, *CHANGES) for layout in ("sglang", "speculators")
 ]
 
 
@@ -272,32 +271,26 @@ def head_of(head: Head, target, changes: dict) -> Head:
     return twin(twin(head, target, torch.bfloat16), target, torch.float32)
 
 
-@pytest.mark.parametrize("kind, layout, changes", THERE_AND_BACK, ids=str)
-def test_what_is_exported_comes_back(golden, models, models1, tmp_path, kind, layout, changes):
+@pytest.mark.parametrize("layout, changes", THERE_AND_BACK, ids=str)
+def test_what_is_exported_comes_back(golden, models, tmp_path, layout, changes):
     """Bit for bit, or it has no place in the layout."""
-    target, head = models1 if kind == "eagle" else models
+    target, head = models
     head = head_of(head, target, changes)
     if layout == "sglang" and any("norm" in name for name in changes):
         with pytest.raises(InputError, match="no place in"):
-            export(head, kind, tmp_path / "out", layout, {})
+            export(head, tmp_path / "out", layout, {})
         return
-    export(head, kind, tmp_path / "out", layout, read_config(golden))
+    export(head, tmp_path / "out", layout, read_config(golden))
     folder = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
     back = load_head(folder, target)
     assert back.args == head.args
     torch.testing.assert_close(own_state(back), own_state(head), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ("eagle", "dspark"))
-def test_what_has_no_layout_is_refused(models, tmp_path, kind):
-    with pytest.raises(InputError, match=f"the speculators layout has no place for {kind} heads"):
-        export(models[1], kind, tmp_path / "out", "speculators", {})
-
-
 @pytest.mark.parametrize("name, family", (("Llama-3", "Llama"), ("Phi-3", "Phi3")))
 def test_speculators_configs_name_the_targets_architecture(models, tmp_path, name, family):
     _, target = converted(tmp_path, name)
-    export(models[1], "eagle3", tmp_path / "head", "speculators", read_config(target))
+    export(models[1], tmp_path / "head", "speculators", read_config(target))
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["architectures"] == [f"{family}ForCausalLM"]
 

@@ -7,7 +7,7 @@ import gguf
 import torch
 from safetensors.torch import save_file
 
-from checkpoint.gguf import HEADS, INTERLEAVED
+from checkpoint.gguf import HEADS, TABLES
 from convert_checkpoint import main
 from helpers.heads import layer_shapes, make_head
 
@@ -120,7 +120,7 @@ def write_gguf(
             name = found or name.replace("model.layers", "blk")
             name += LEAVES.get(name.rpartition(".")[2], "")
         data = tensor.float()
-        if arch in INTERLEAVED and re.search(r"attn_[qk]\.", name):  # halves become neighboring pairs
+        if arch in TABLES["interleaved"] and re.search(r"attn_[qk]\.", name):  # halves become pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
             data = pairs.reshape(data.shape)
         data = data.contiguous().numpy() if tensor.is_floating_point() else tensor.numpy()
