@@ -131,7 +131,7 @@ def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, tex
     for i, method in enumerate((("--method", "nearest"), ("--calibrate", text), ())):
         out = tmp_path / str(i)
         code, printed = run(capsys, "--checkpoint", golden, "--out", out, *INT4, *method)
-        found = "of outputs" in printed.out, "text to calibrate on" in printed.err
+        found = "of outputs" in printed.out, "calibration text" in printed.err
         assert code == 0 and found == (i > 0, i > 1)
         model, _ = load_model(out)
         off.append((model.logits(causal(model, ids)[0]) - want).norm() / want.norm())
