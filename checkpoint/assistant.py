@@ -5,22 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from checkpoint.dense import NameTable, with_prefix
+from checkpoint.dense import name_table
 from checkpoint.families import GEMMA4
 from checkpoint.layouts import HeadOptions, ReadHead
 from checkpoint.load import check_config
 from checkpoint.source import Entry, Source
 from model import ModelArgs
 
-NAMES: NameTable = {
-    "embed.weight": ["embed_tokens.weight"], "norm.weight": ["norm.weight"],
-    "w_in.weight": ["pre_projection.weight"], "w_out.weight": ["post_projection.weight"],
-    "w_clusters.weight": ["masked_embedding.centroids.weight"],
-    "token_order": ["masked_embedding.token_ordering"],
-    **with_prefix({name.removeprefix("layers.{i}."): [s.removeprefix("model.layers.{i}.") for s in sources]
-                   for name, sources in GEMMA4.names.items() if name.startswith("layers.")},
-                  "layers.{i}.", "layers.{i}."),
-}
+NAMES = name_table("gemma4_assistant") | {
+    name: [source.removeprefix("model.") for source in sources] for name, sources in GEMMA4.names.items()
+    if name.startswith("layers.")}
 
 
 def read_assistant(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:

@@ -12,28 +12,14 @@ from pathlib import Path
 
 from checkpoint import layouts
 from checkpoint.configs import model_fields
-from checkpoint.dense import LAYER, NameTable, with_prefix
-from checkpoint.layouts import MARKOV, HeadOptions, ReadHead, draft_vocab_size, layer_flags
+from checkpoint.dense import LAYER, name_table, with_prefix
+from checkpoint.layouts import HeadOptions, ReadHead, draft_vocab_size, layer_flags
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
-BLOCK: NameTable = {
-    "embed.weight": ["embed_tokens.weight"],
-    **{name: [name] for name in (
-        "lm_head.weight", "fc.weight", "fc.bias", "hidden_norm.weight", "norm.weight")},
-    **MARKOV,
-    **with_prefix(LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}, "layers.{i}.", "layers.{i}."),
-}
-# Copies of the target's tensors, which speculators keeps for training.
-BLOCK |= {  # of DFlash2
-    "w_selector.weight": ["candidate_selector.hidden_projection.weight"],
-    "before.weight": ["candidate_selector.predecessor_codebook"],
-    "following.weight": ["candidate_selector.successor_codebook"],
-    **{f"layers.{{i}}.{ours}_conv.{name}": [f"layers.{{i}}.{theirs}_conv.{source}"]
-       for ours, theirs in (("attn", "attention"), ("mlp", "mlp"))
-       for name, source in (("base", "base_kernel"), ("w_kernel.weight", "kernel_projection.weight"))},
-}
+BLOCK = name_table("block", "markov") | with_prefix(
+    LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}, "layers.{i}.", "layers.{i}.")
 SELECTOR_KEYS = {
     "candidates": "selector_top_k", "logit_factor": "output_multiplier",
     "logit_cap": "final_logit_softcapping",

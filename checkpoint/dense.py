@@ -14,17 +14,26 @@ from model import ModelArgs
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
 # names {i} is the layer and {e} the expert; all experts follow each other.
 NameTable = dict[str, list[str]]
-# Source tensors of one layer, without its prefix. Draft heads use the same names.
-LAYER: NameTable = {
-    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
-    "wqkv.bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
-    "q_norm.weight": ["self_attn.q_norm.weight"],
-    "k_norm.weight": ["self_attn.k_norm.weight"],
-    "wo.weight": ["self_attn.o_proj.weight"],
-    "mlp_norm.weight": ["post_attention_layernorm.weight"],
-    "mlp.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.w_down.weight": ["mlp.down_proj.weight"],
-}
+# names.json has the tables of all formats, without prefixes, and what absent keys of configs mean by family.
+# A table extends the one that it is "like"; (a|b) stands for a stack of sources.
+DATA = json.loads(Path(__file__).with_name("names.json").read_text())
+DEFAULTS = DATA["defaults"]
+
+
+def name_table(*tables: str) -> NameTable:
+    """Return the union of these tables of names.json; the last one counts."""
+    found: NameTable = {}
+    for name in tables:
+        own = dict(DATA["tables"][name])
+        found |= name_table(own.pop("like")) if "like" in own else {}
+        for ours, pattern in own.items():
+            before, _, rest = pattern.partition("(")
+            inner, _, after = rest.partition(")")
+            found[ours] = [before + one + after for one in inner.split("|")]
+    return found
+
+
+LAYER = name_table("llama")  # source tensors of one layer; draft heads use the same names
 # Fields of ModelArgs: Hugging Face's keys, and what an absent one means (None: the key is needed, or follows
 # from others). Read by `checkpoint.configs: model_fields`, written by `checkpoint.export: llama_config`.
 KEYS = {

@@ -13,20 +13,15 @@ from torch import Tensor
 
 from checkpoint import layouts
 from checkpoint.configs import model_fields
-from checkpoint.dense import LAYER, NameTable, with_prefix
-from checkpoint.layouts import MARKOV, HeadOptions, ReadHead, draft_vocab_size, layer_flags
+from checkpoint.dense import LAYER, NameTable, name_table, with_prefix
+from checkpoint.layouts import HeadOptions, ReadHead, draft_vocab_size, layer_flags
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
-EAGLE: NameTable = {
-    "embed.weight": ["embed_tokens.weight"],
-    **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
-}
+EAGLE = name_table("eagle")
 EAGLE1 = EAGLE | with_prefix(LAYER, "layer.", "layers.0.")
-EAGLE3_LAYER = LAYER | {  # the first
-    "embed_norm.weight": ["input_layernorm.weight"], "feature_norm.weight": ["hidden_norm.weight"],
-}
+EAGLE3_LAYER = name_table("eagle3_layer")  # the first
 MIDLAYER = "midlayer."
 EAGLE3 = EAGLE | {"norm.weight": ["norm.weight"]} | with_prefix(EAGLE3_LAYER, "layer.", MIDLAYER)
 FIRST_LAYER = "layers.0."  # prefix of the first layer; SafeAILab and SGLang use MIDLAYER
@@ -39,7 +34,7 @@ def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> Nam
     feature_norm: see `networks.eagle31.Eagle31Args`. first: the prefix of the first layer.
     """
     norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
-    names = EAGLE3 | MARKOV | {"mask_hidden": ["mask_hidden"]} | {
+    names = EAGLE3 | name_table("markov") | {"mask_hidden": ["mask_hidden"]} | {
         f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)
     }
     names |= with_prefix(EAGLE3_LAYER, "layer.", first)

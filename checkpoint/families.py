@@ -18,15 +18,17 @@ from torch import Tensor
 from checkpoint import gemma4, latent, mamba, short_conv
 from checkpoint.configs import model_fields, reject
 from checkpoint.dense import (
+    DEFAULTS,
     LAYER,
     STACKS,
     NameTable,
     RecordedConfig,
     hugging_face,
+    name_table,
     reject_unread,
     rope_of,
 )
-from checkpoint.hybrid import DELTA_STACKS, HYBRID, hybrid_fields, rearranged
+from checkpoint.hybrid import DELTA_STACKS, hybrid_fields, rearranged
 from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
 from common.errors import InputError
@@ -34,49 +36,9 @@ from kernels.quantized import MXFP4, Scheme
 
 SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}
-PHI3: NameTable = {  # already fused
-    "wqkv.weight": ["self_attn.qkv_proj.weight"],
-    "mlp.w_gate_up.weight": ["mlp.gate_up_proj.weight"],
-    "mlp.w_down.weight": ["mlp.down_proj.weight"],
-}
-OLMO: NameTable = LAYER | {
-    "wo_norm.weight": ["post_attention_layernorm.weight"],
-    "mlp_out_norm.weight": ["post_feedforward_layernorm.weight"],
-    **{f"{x}_wide_norm.weight": [f"self_attn.{x}_norm.weight"] for x in "qk"},
-}
-GEMMA: NameTable = OLMO | {"mlp_norm.weight": ["pre_feedforward_layernorm.weight"]}
-GLM: NameTable = LAYER | {"mlp.w_gate_up.weight": ["mlp.gate_up_proj.weight"]}
-GLM4: NameTable = GLM | {
-    "wo_norm.weight": ["post_self_attn_layernorm.weight"],
-    "mlp_out_norm.weight": ["post_mlp_layernorm.weight"],
-}
-GRANITE4: NameTable = LAYER | {
-    "mlp.w_gate_up.weight": ["shared_mlp.input_linear.weight"],
-    "mlp.w_down.weight": ["shared_mlp.output_linear.weight"],
-}
-MIXTRAL: NameTable = {
-    "mlp.router.weight": ["block_sparse_moe.gate.weight"],
-    "mlp.w_gate_up": [f"block_sparse_moe.experts.{{e}}.{w}.weight" for w in ("w1", "w3")],
-    "mlp.w_down": ["block_sparse_moe.experts.{e}.w2.weight"],
-}
-MIXTURE: NameTable = {"mlp.router.weight": ["mlp.gate.weight"]} | {
-    f"mlp.{ours}{leaf}": [f"mlp.experts.{{e}}.{x}_proj.{theirs}" for x in parts]
-    for ours, parts in (("w_gate_up", ("gate", "up")), ("w_down", ("down",)))
-    for leaf, theirs in (("", "weight"), (".weight", "weight"), (".scale", "scale"))  # the latter two: MXFP4
-}
-GPT_OSS: NameTable = MIXTURE | {
-    "wo.bias": ["self_attn.o_proj.bias"],
-    "sinks": ["self_attn.sinks"],
-    **{f"mlp.router.{leaf}": [f"mlp.router.{leaf}"] for leaf in ("weight", "bias")},
-    "mlp.gate_up_bias": [f"mlp.experts.{{e}}.{x}_proj.bias" for x in ("gate", "up")],
-    "mlp.down_bias": ["mlp.experts.{e}.down_proj.bias"],
-}
-SHARED_EXPERT: NameTable = {
-    **{name.replace("mlp.", "mlp.routed."): sources for name, sources in MIXTURE.items()},
-    "mlp.shared.w_gate_up.weight": [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.shared.w_down.weight": ["mlp.shared_expert.down_proj.weight"],
-    "mlp.gate.weight": ["mlp.shared_expert_gate.weight"],
-}
+PHI3, OLMO, GEMMA, GLM, GLM4, GRANITE4, MIXTRAL, MIXTURE, GPT_OSS, SHARED_EXPERT, HYBRID = map(name_table, (
+    "phi3", "olmo", "gemma", "glm", "glm4", "granite4", "mixtral", "mixture", "gpt_oss", "shared_expert",
+    "delta_net"))
 
 
 @dataclass(frozen=True)
@@ -255,50 +217,18 @@ def _split_experts(tensors: dict[str, Entry], interleaved: bool) -> dict[str, En
 
 
 # Qwen has a switch for sliding windows, off by default, and a first layer that has one; LLaMA has none.
-NO_WINDOW = {"use_sliding_window": False, "max_window_layers": 28}
+NO_WINDOW = DEFAULTS["no_window"]
 GEMMA_FIXED = dict.fromkeys(("zero_centred", "output_norms", "scaled_embedding"), True)
 # Published configs omit whatever is a default of transformers' class.
-GEMMA3_DEFAULTS = {
-    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-    "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
-}
-GEMMA2_DEFAULTS = {k: v for k, v in GEMMA3_DEFAULTS.items() if k != "rope_local_base_freq"} | {
-    "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 1e4, "sliding_window_pattern": 2,
-    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-}
-GEMMA4_DEFAULTS = {k: v for k, v in GEMMA3_DEFAULTS.items() if k not in (
-    "query_pre_attn_scalar", "rope_local_base_freq", "rope_theta", "sliding_window_pattern")} | {
-    "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_size_per_layer_input": 256,
-}
-GLM_DEFAULTS = {
-    "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7,
-    "max_position_embeddings": 131072,
-}
+GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, GEMMA4_DEFAULTS, GLM_DEFAULTS, MIXTRAL_DEFAULTS, GPT_OSS_DEFAULTS = map(
+    DEFAULTS.get, ("gemma2", "gemma3", "gemma4", "glm", "mixtral", "gpt_oss"))
 MTP = "mtp."  # prefix of tensors
-MTP_NAMES: NameTable = {
-    "fc.weight": ["mtp.fc.weight"], "norm.weight": ["mtp.norm.weight"],
-    "embed_norm.weight": ["mtp.pre_fc_norm_embedding.weight"],
-    "feature_norm.weight": ["mtp.pre_fc_norm_hidden.weight"],
-}
-MIXTRAL_DEFAULTS = {
-    "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+MTP_NAMES = name_table("mtp")
 GPT_OSS_FIXED = {"activation": "clamped_swiglu", "renormalise_experts": True} | dict.fromkeys(
     ("qkv_bias", "biases", "sinks"), True
 )
-GPT_OSS_DEFAULTS = {
-    "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
-    "max_position_embeddings": 131072, "sliding_window": 128, "sliding_window_pattern": 2,
-    "num_local_experts": 128, "num_experts_per_tok": 4,
-}
 HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
-HYBRID_DEFAULTS = {
-    "head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
-    "shared_expert_intermediate_size": 512, **NO_WINDOW,
-}
+HYBRID_DEFAULTS = DEFAULTS["hybrid"]
 
 
 def _family(names: NameTable, fixed: dict | None = None, defaults: dict | None = None, **more) -> Family:
@@ -307,17 +237,15 @@ def _family(names: NameTable, fixed: dict | None = None, defaults: dict | None =
 
 
 GEMMA4 = _family(
-    GEMMA | gemma4.LAYER, GEMMA_FIXED | {"qk_norm": True, "zero_centred": False}, GEMMA4_DEFAULTS,
+    name_table("gemma", "gemma4"), GEMMA_FIXED | {"qk_norm": True, "zero_centred": False}, GEMMA4_DEFAULTS,
     read=gemma4.gemma4_fields, change=gemma4.without_unused)
-GEMMA4 = replace(GEMMA4, names=GEMMA4.names | gemma4.NAMES)
+GEMMA4 = replace(GEMMA4, names=GEMMA4.names | name_table("gemma4_model"))
 DELTA_MIXTURE = _family(
     SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True,
     read=hybrid_fields)
 LFM2 = Family(
-    "", short_conv.NAMES, {}, {
-        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128000,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
-    }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
+    "", short_conv.NAMES, {}, DEFAULTS["lfm2"],
+    renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
                 "tie_embedding": "tie_word_embeddings"},
     required={"block_use_swiglu": True, "use_pos_enc": True}, read=short_conv.conv_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family

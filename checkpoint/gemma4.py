@@ -7,31 +7,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.dense import NameTable
 from checkpoint.source import Entry
 from common.errors import InputError
 
-LAYER: NameTable = {
-    "layer_scalar": ["layer_scalar"],
-    "w_input_gate.weight": ["per_layer_input_gate.weight"],
-    "w_input_out.weight": ["per_layer_projection.weight"],
-    "input_norm.weight": ["post_per_layer_input_norm.weight"],
-    # Of a mixture; the dense MLP has the names of that of other models.
-    "mlp.shared.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.shared.w_down.weight": ["mlp.down_proj.weight"],
-    "mlp.routed.w_gate_up": [f"experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.routed.w_down": ["experts.{e}.down_proj.weight"],
-    "mlp.routed.router.weight": ["router.proj.weight"], "router_norm.weight": ["router.scale"],
-    "mlp.routed.expert_scale": ["router.per_expert_scale"],
-    "experts_norm.weight": ["pre_feedforward_layernorm_2.weight"],
-    "dense_out_norm.weight": ["post_feedforward_layernorm_1.weight"],
-    "experts_out_norm.weight": ["post_feedforward_layernorm_2.weight"],
-}
-NAMES: NameTable = {
-    "embed_inputs.weight": ["model.embed_tokens_per_layer.weight"],
-    "w_inputs.weight": ["model.per_layer_model_projection.weight"],
-    "inputs_norm.weight": ["model.per_layer_projection_norm.weight"],
-}
 ROPE = {
     "sliding_attention": {"rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},

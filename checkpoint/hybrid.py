@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.dense import STACKS, NameTable
+from checkpoint.dense import STACKS
 from checkpoint.rotary import each_head, rotary_first
 from checkpoint.source import Entry
 from common.errors import InputError
@@ -24,15 +24,6 @@ DELTA = {  # keys -> fields of ModelArgs, and transformers' defaults
 EXPECTED = {  # other keys, and the values that we compute
     "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,),
     "output_gate_type": ("swish", "silu"),
-}
-HYBRID: NameTable = {  # the names that `rearranged` gives to tensors
-    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
-    "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
-    "w_out.weight": ["linear_attn.out_proj.weight"],
-    "taps": ["linear_attn.conv1d.weight"],
-    "log_decay": ["linear_attn.A_log"],
-    "step_bias": ["linear_attn.dt_bias"],
-    "out_scale": ["linear_attn.norm.weight"],
 }
 
 

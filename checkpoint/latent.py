@@ -6,21 +6,13 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.dense import STACKS, NameTable, rope_of, rope_type
+from checkpoint.dense import STACKS, name_table, rope_of, rope_type
 from checkpoint.rotary import each_head, rotary_first
 from checkpoint.source import Entry
 from common.errors import InputError
 from model import ModelArgs
 
-LAYER: NameTable = {
-    "wqkv.weight": ["self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"],
-    "query_norm.weight": ["self_attn.q_a_layernorm.weight"],
-    "latent_norm.weight": ["self_attn.kv_a_layernorm.weight"],
-    "w_q.weight": ["self_attn.q_b_proj.weight"], "w_kv.weight": ["self_attn.kv_b_proj.weight"],
-    "mlp.routed.score_bias": ["mlp.gate.e_score_correction_bias"],
-    "mlp.shared.w_gate_up.weight": [f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.shared.w_down.weight": ["mlp.shared_experts.down_proj.weight"],
-}
+LAYER = name_table("latent")
 
 MTP = {"eh_proj.weight": "fc.weight", "enorm.weight": "pre_fc_norm_embedding.weight",
        "hnorm.weight": "pre_fc_norm_hidden.weight", "shared_head.norm.weight": "norm.weight"}

@@ -32,16 +32,6 @@ class ReadHead:
     tensors: dict[str, Entry]
 
 
-MARKOV: NameTable = {
-    "markov_in.weight": ["markov_head.markov_w1.weight"],
-    "markov_out.weight": ["markov_head.markov_w2.weight"],
-    "markov_gate.weight": ["markov_head.gate_proj.weight"],
-    "markov_gate.bias": ["markov_head.gate_proj.bias"],
-    "confidence.weight": ["confidence_head.proj.weight"],
-    "confidence.bias": ["confidence_head.proj.bias"],
-}
-
-
 def layer_flags(tensors: dict[str, Entry], first: str = "layers.0.") -> dict:
     """Return the fields that follow from the names of tensors: configs omit them, or are wrong.
 

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.dense import NameTable, RecordedConfig
+from checkpoint.dense import RecordedConfig, name_table
 from checkpoint.source import Entry
 from common.errors import InputError
 
-LAYER: NameTable = {
-    "w_in.weight": ["mamba.in_proj.weight"], "w_out.weight": ["mamba.out_proj.weight"],
-    "taps": ["mamba.conv1d.weight"], "conv_bias": ["mamba.conv1d.bias"], "log_decay": ["mamba.A_log"],
-    "step_bias": ["mamba.dt_bias"], "skip": ["mamba.D"], "out_scale": ["mamba.norm.weight"],
-}
+LAYER = name_table("mamba")
 EXPECTED = {  # keys, and the values that we compute; transformers 5 writes infinity as an object
     "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
     "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),

@@ -3,22 +3,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoint.dense import NameTable, hugging_face, with_prefix
+from checkpoint.dense import hugging_face, name_table, with_prefix
 from common.errors import InputError
 
-LAYER: NameTable = {
-    "attn_norm.weight": ["operator_norm.weight"], "mlp_norm.weight": ["ffn_norm.weight"],
-    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"], "wo.weight": ["self_attn.out_proj.weight"],
-    **{f"{x}_norm.weight": [f"self_attn.{x}_layernorm.weight"] for x in "qk"},
-    "taps": ["conv.conv.weight"], "conv_bias": ["conv.conv.bias"],
-    **{f"w_{x}.{leaf}": [f"conv.{x}_proj.{leaf}"] for x in ("in", "out") for leaf in ("weight", "bias")},
-    "mlp.w_gate_up.weight": [f"feed_forward.{x}.weight" for x in ("w1", "w3")],
-    "mlp.w_down.weight": ["feed_forward.w2.weight"],
-    "mlp.router.weight": ["feed_forward.gate.weight"], "mlp.score_bias": ["feed_forward.expert_bias"],
-    "mlp.w_gate_up": [f"feed_forward.experts.{{e}}.{x}.weight" for x in ("w1", "w3")],
-    "mlp.w_down": ["feed_forward.experts.{e}.w2.weight"],
-}
-NAMES = hugging_face({}) | with_prefix(LAYER, "layers.{i}.", "model.layers.{i}.") | {
+NAMES = hugging_face({}) | with_prefix(name_table("short_conv"), "layers.{i}.", "model.layers.{i}.") | {
     "norm.weight": ["model.embedding_norm.weight"]}
 
 
