@@ -32,23 +32,23 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
 
     Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
     """
-    path, config = source.path, layouts.flat_config(source.config)
+    path, flags = source.path, source.config
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
-    flags = config | (config.get("dflash_config") or {})
-    fields = model_fields(path, config | {"tie_word_embeddings": False})
-    ahead = flags.get("sliding_window_non_causal") or False in (flags.get("is_causal"), flags.get("causal"))
+    fields = model_fields(path, flags | {"tie_word_embeddings": False})
+    causal = [flags.get(key) for key in ("causal", "causal_head", "is_causal")]
+    ahead = flags.get("sliding_window_non_causal") or False in causal
     fields |= layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "draft_window": flags.get("draft_window") or 0,
         "aux_layers": _aux_layers(source, flags, target, options),
         "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
-        "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),
+        "causal": any(causal),
         "windows_ahead": bool("windows" in fields and ahead),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }
-    if "DFlash2" in str(config.get("architectures")):
+    if "DFlash2" in str(flags.get("architectures")):
         if flags.get("input_embedding_scale", 1) != 1:
             raise InputError(f"{path}: input_embedding_scale is not supported")
         tensors = {name.replace("codebook.weight", "codebook"): entry for name, entry in tensors.items()}

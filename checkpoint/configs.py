@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from checkpoint.dense import KEYS, NEEDED, UNSUPPORTED, rope_of, rope_type
+from checkpoint.dense import KEYS, NEEDED, rope_of, rope_type
 from checkpoint.load import CONFIG, check_rope, rope_fields
 from common.cli import log_stderr
 from common.errors import InputError
@@ -18,11 +18,6 @@ FACTORS = {
     "residual_factor": "residual_multiplier", "logit_divisor": "logits_scaling",
     "logit_cap": "final_logit_softcapping", "score_cap": "attn_logit_softcapping",
 }
-# Keys of RoPE's parameters that are read elsewhere, or change nothing for text.
-ROPE_KEYS = {
-    "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
-    "max_position_embeddings", "finetuned",
-}
 # Linear scaling without an original length: a longer context is taken as scaled already.
 MAX_UNSCALED_LENGTH = 8192
 
@@ -32,7 +27,6 @@ def model_fields(path: Path, config: dict) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    reject(path, config, *UNSUPPORTED)
     usual = config.get("hidden_act")  # read here even if it does not count, see `reject_unread`
     activation = config.get("hidden_activation") or usual or "silu"
     if activation not in ACTIVATIONS:
@@ -108,29 +102,25 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     """Return the field rope_scaling and the longest context after scaling. rope: the config's parameters."""
     if (kind := rope_type(rope)) in ("default", "mrope"):  # mrope: equal positions for text
         return None, longest
-    scaling = {k: v for k, v in rope.items() if k not in ROPE_KEYS and v is not None}
-    if beta := scaling.pop("llama_4_scaling_beta", 0):  # of queries beyond the original length
-        longest = min(longest, scaling.get("original_max_position_embeddings", longest))
+    key = "original_max_position_embeddings"
+    given = config.get(key) if rope.get(key) is None else rope[key]
+    if beta := rope.get("llama_4_scaling_beta"):  # of queries beyond the original length
+        longest = min(longest, given or longest)
         log_stderr(f"warning: {path}: llama_4_scaling_beta {beta} is not supported, so texts end at {longest}"
                    " tokens, before it changes anything")
     if kind in ("longrope", "su"):
-        return _longrope(path, config, scaling, longest), longest
-    key = "original_max_position_embeddings"
-    given = scaling.get(key, config.get(key))
+        return _longrope(path, config, rope, longest), longest
     # With linear scaling and YaRN, max_position_embeddings is often the original length (Vicuna, Qwen2.5).
     grows = kind == "yarn" or (kind == "linear" and (given is not None or longest <= MAX_UNSCALED_LENGTH))
     original = longest if given is None else given
-    if kind in ("linear", "yarn"):
-        scaling[key] = original
-    scaling = {"rope_type": kind, **scaling}
+    values = {name: rope.get(name) for name in rope_fields(kind)}
+    values |= {key: original} if kind == "yarn" else {}
+    scaling = {"rope_type": kind} | {name: value for name, value in values.items() if value is not None}
     with named(path):
         check_rope(scaling)
     if grows and not beta:
         longest = max(longest, int(original * scaling["factor"]))
-    known = "rope_type", *rope_fields(kind)
-    if unknown := [name for name in scaling if name not in (*known, key)]:
-        raise InputError(f"{path}: {unknown[0]} of RoPE's parameters is not supported")
-    return {name: value for name, value in scaling.items() if name in known}, longest
+    return scaling, longest
 
 
 def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -45,14 +46,8 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
-# Config keys that change the computation, of other architectures or of models built from these.
-UNSUPPORTED = (
-    "quantization_config", "mlp_bias", "clip_qkv", "logit_scale", "attention_chunk_size", "qk_layernorm",
-    "alibi", "use_parallel_residual", "parallel_attn", "scale_emb", "logit_softcap", "router_softcap",
-    "attention_scale", "lm_head_multiplier", "attn_temperature_tuning",
-)
 # Config keys that may be ignored where no code reads them: training, generation and metadata; vision and
-# audio; sizes that follow from other keys.
+# audio; what follows from other keys, or from the tensors of a head.
 HARMLESS = re.compile(
     r"_.*|architectures|auto_map|cache_implementation|dtype|id2label|init_method|label2id|model_type"
     r"|pretraining_tp|torch_dtype|transformers_version|use_cache|tokenizer_class|task_specific.*"
@@ -69,12 +64,18 @@ HARMLESS = re.compile(
     r"|block_dim|block_norm_eps|conv_dim|conv_dim_out|num_heads|mamba_chunk_size|qk_head_dim|head_dim"
     r"|router_jitter_noise|time_step_(min|max|floor)|dual_chunk_attention_config"
     r"|max_window_layers|no_rope_layer_interval|sliding_window(_size)?"
-    r"|original_max_position_embeddings"
-    r"|vocab_size_per_layer_input|num_nextn_predict_layers|topk_group|quantization_config")
+    r"|original_max_position_embeddings|mrope_\w+|interleaved|finetuned"
+    r"|num_experts_per_tok|norm_topk_prob|vocab_size_per_layer_input|num_nextn_predict_layers"
+    r"|topk_group|quantization_config"
+    r"|speculators_.*|target_.*|num_(target_layers|anchors)|(qkv_|fusion_)?bias|has_no_defaults_at_init|model"
+    r"|(transformer_layer|eagle|dflash)_config|(embed|verifier)_.*|reuse_target_lm_head|max_anchors|.*loss.*"
+    r"|use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)|next_layer_regular|parallel_draft.*"
+    r"|(enable_|has_)?confidence_head.*|markov_rank|conv_(kernel|group)_size|selector_rank|norm_(before|output).*"
+    r"|.*aux_hidden_state_layer_ids|k_train|modal_type|fc_norm|.*centroid.*")
 
 
 class RecordedConfig(dict):
-    """A config that records which of its keys are read, also through `config | changes`."""
+    """A config that records which of its keys are read, also through `config | changes` and `rope_of`."""
 
     def __init__(self, config: dict, read: set[str] | None = None):
         super().__init__(config)
@@ -95,20 +96,22 @@ class RecordedConfig(dict):
 def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
     """Raise InputError if a key was not read, is not HARMLESS, and is not null, false, 0, 1 or empty.
 
-    Also reject is_causal false. known: keys that may stay unread: the family renames them or has a default.
+    Includes RoPE parameters. is_causal false is not empty: transformers 5 masks nothing then. known: keys that
+    may stay unread: the family renames them or has a default.
     """
-    off = None, False, 0, 1, "", [], {}
-    if config.get("is_causal") is False:  # transformers 5 masks nothing then
-        raise InputError(f"{path}: is_causal false is not supported")
-    text = config.get("text_config") or config  # other keys are of vision and audio
+    off, known = (None, False, 0, 1, "", [], {}), config.read | {*known}
+    rope, text = rope_of(config), config.get("text_config") or config  # else of vision, audio
+    kinds = [one for one in rope.values() if isinstance(one, dict)]
+    parts = {k: v for k, v in config.items() if k in text}, rope, *kinds
     unread = {
-        key: value for key, value in config.items()
-        if key in text and key not in config.read | {*known}
-        and not HARMLESS.fullmatch(key) and (value is True or value not in off)}
+        key: value for part in parts for key, value in part.items()
+        if key not in known and not HARMLESS.fullmatch(key)
+        and (value is True or value not in off) != (key == "is_causal")}
     if unread:
         listed = ", ".join(f"{key} {json.dumps(value)[:60]}" for key, value in unread.items())
+        advice = f"; if not, delete it from {CONFIG}" * (path.suffix != ".gguf")
         raise InputError(f"{path}: {listed} is not supported: unknown to this program, and may change the"
-                         f" computation; if not, delete it from {CONFIG}")
+                         f" computation{advice}")
 
 
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
@@ -161,11 +164,15 @@ def rope_of(config: dict) -> dict:
     context. It has no base: that of rope_parameters is used, where transformers 5.23 falls back to 10,000.
     """
     parameters, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    recorded = partial(RecordedConfig, read=getattr(config, "read", None))
     if full := parameters.get("full_attention"):
-        return parameters | {"full_attention": rope_of({"rope_parameters": full, "rope_scaling": scaling})}
+        full = rope_of(recorded({"rope_parameters": full, "rope_scaling": scaling}))
+        kinds = parameters | {"full_attention": full}
+        return recorded({k: recorded(v) if isinstance(v, dict) else v for k, v in kinds.items()})
     base = {key: parameters.get(key, config.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     given = {key: value for key, value in scaling.items() if value is not None}
-    return {key: value for key, value in base.items() if value is not None} | given if given else parameters
+    base = {key: value for key, value in base.items() if value is not None}
+    return recorded(base | given if given else parameters)
 
 
 def rope_type(rope: dict) -> str:

@@ -49,7 +49,7 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOption
 
     Raises InputError if the variant is not supported, or if an option is missing.
     """
-    tensors, config = _renamed(source), layouts.flat_config(source.config)
+    tensors, config = _renamed(source), source.config
     first, lm_head = _first_layer_prefix(tensors), tensors.get("lm_head.weight")
     query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and heads:  # the file may have no head_dim, or a wrong one (Qwen)
@@ -97,23 +97,21 @@ def _read_eagle3(
     source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
     options: HeadOptions,
 ) -> ReadHead:
-    path, nested = source.path, head_config.get("eagle_config") or {}
-    flags = head_config | nested
+    path, flags = source.path, head_config
     if "fc_norm.0.weight" in tensors or flags.get("fc_norm"):
         feature_norm = "each"
     else:
         feature_norm = "all" if "input_norm.weight" in tensors or flags.get("norm_before_fc") else ""
-    aux_layers = options.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
+    aux_layers = options.aux_layers or _aux_layers(path, head_config, tensors, fields, target)
     config = fields | {
         "aux_layers": list(aux_layers), "feature_norm": feature_norm,
         "norm_before_residual": _norm_before_residual(source, flags, options),
         "recycle_normed": _recycle_normed(source, flags, options),
     }
     if fields["kind"] == "p-eagle":
-        given = head_config | (head_config.get("dflash_config") or {})
         keys = ("mask_token_id", "pard_token", "ptd_token_id")
         config |= layouts.read_markov(source, head_config, tensors) | {
-            "mask_id": next((given[key] for key in keys if given.get(key) is not None), None),
+            "mask_id": next((flags[key] for key in keys if key in flags), None),
             "drafts": head_config.get("num_draft_steps", head_config.get("k_train", 8)),
         }
     if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
@@ -159,7 +157,7 @@ def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
 
 
 def _aux_layers(
-    path: Path, head_config: dict, nested: dict, tensors: dict[str, Entry], fields: dict, target: ModelArgs
+    path: Path, head_config: dict, tensors: dict[str, Entry], fields: dict, target: ModelArgs
 ) -> tuple[int, ...]:
     """Return the target layers whose inputs feed the head.
 
@@ -169,7 +167,7 @@ def _aux_layers(
     """
     if inputs := head_config.get("aux_hidden_state_layer_ids"):  # of a GGUF file
         return tuple(inputs)
-    in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
+    in_config = [part.get(AUX_KEY) for part in (head_config.get("eagle_config", {}), head_config)]
     if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
         inputs = [i + 1 for i in outputs]
         if not any(in_config):

@@ -90,8 +90,7 @@ class Family:
         """Return the fields of ModelArgs. Raises InputError for anything that we would compute wrongly."""
         config = RecordedConfig(self.config(source))
         fields = self._read_fields(source, config)
-        if source.path.suffix != ".gguf":
-            reject_unread(source.path, config, (*self.defaults, *self.renamed))
+        reject_unread(source.path, config, (*self.defaults, *self.renamed))
         return fields
 
     def _read_fields(self, source: Source, config: RecordedConfig) -> dict:
@@ -101,11 +100,9 @@ class Family:
             reject(path, config, "use_bidirectional_attention")
         if config.get("attention_bias") and not biased:
             reject(path, config, "attention_bias")
-        for key, value in (self.required | ({"decoder_sparse_step": 1} if self.experts else {})).items():
+        for key, value in self.required.items():
             if config.get(key, value) != value:
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
-        if self.experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
-            del config["quantization_config"]
         config, more = self.read(path, config) if self.read else (config, {})
         if self.neighbors:  # some GLM have biases
             more["qkv_bias"] = any(name.endswith("self_attn.q_proj.bias") for name in source.tensors)
@@ -118,7 +115,7 @@ class Family:
             raise InputError(f"{path}: partial_rotary_factor is not supported for this model")
         if not self.experts:
             return fields
-        reject(path, config, "mlp_only_layers", "use_sliding_window")
+        reject(path, config, "use_sliding_window")
         return {
             "renormalise_experts": bool(config.get("norm_topk_prob")), **fields,
             "num_experts": config.get("num_experts", config.get("num_local_experts", 0)),
@@ -286,8 +283,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         MIXTURE, {"qk_norm": True}, {"norm_topk_prob": True, "head_dim": 128, **NO_WINDOW}, experts=True,
         required={"use_qk_norm": True, "shared_expert_intermediate_size": 0}),
     "Phi3ForCausalLM phi3 gguf:phi3": _family(
-        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1},
-        required={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1}),
     "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
         GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
     "Gemma4ForConditionalGeneration gemma4 Gemma4ForCausalLM gemma4_text"
@@ -302,7 +298,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
     "Lfm2ForCausalLM lfm2 Lfm2VlForConditionalGeneration lfm2_vl gguf:lfm2": LFM2,
     "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
-        LFM2, experts=True, required=LFM2.required | {"use_expert_bias": True},
+        LFM2, experts=True, required=LFM2.required | {"use_expert_bias": True, "expert_gating_func": 2},
         defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),
     "Glm4MoeLiteForCausalLM glm4_moe_lite gguf:deepseek2+experts": _family(
         SHARED_EXPERT | latent.LAYER | {"mlp.w_gate_up.weight": LAYER["mlp.w_gate_up.weight"],
@@ -321,6 +317,12 @@ FAMILIES = {
     name: replace(family, architecture=family.architecture or (name if "For" in name else names.split()[0]))
     for names, family in ROWS.items() for name in names.split()
 }
+FOLDER = "is read from its Hugging Face folder only; name that, or its hub id"
+REFUSED = {  # patterns of such names: why they are not supported
+    r"(gguf:)?nemotron_?h.*": "Nemotron-H is not supported: layers with one mixer, MLPs and experts without a"
+                              " gate are missing (its Mamba-2 layers are supported)",
+    r"gguf:granitehybrid.*": f"Granite 4 H {FOLDER}", "gguf:chatglm": f"GLM-4-9B of 2024 {FOLDER}",
+}
 TILED = "gguf:qwen35", "gguf:qwen35moe+experts"  # value heads are tiled over key heads there
 
 
@@ -336,6 +338,8 @@ def mtp_names(names: NameTable) -> NameTable:
 
 def family_of(path: Path, name: str | None) -> Family:
     """Return the entry of `FAMILIES` of this name. path: the source, for the InputError if there is none."""
+    if why := next((why for names, why in REFUSED.items() if re.fullmatch(names, str(name).lower())), None):
+        raise InputError(f"{path}: {why}")
     if name not in FAMILIES:
         raise InputError(f"{path}: unknown architecture {name!r} (known: {', '.join(FAMILIES)})")
     return FAMILIES[name]

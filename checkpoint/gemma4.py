@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.dense import rope_of
 from checkpoint.source import Entry
 from common.errors import InputError
 
@@ -18,7 +19,7 @@ ROPE = {
 
 def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
     """Return the config without the keys read here, and fields of ModelArgs. Raises InputError."""
-    layers, rope = config.get("num_hidden_layers") or 0, config.get("rope_parameters") or ROPE
+    layers, rope = config.get("num_hidden_layers") or 0, rope_of(config) or ROPE
     kinds = list(config.get("layer_types") or (
         "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)))
     if kinds:
@@ -67,7 +68,8 @@ def from_gguf(path: Path, config: dict, get: Callable, tensors: dict, divisors: 
     inner = inner if isinstance(inner, list) else [inner]
     numbers = divisors["divisors"].numbers() if divisors else torch.ones(1)  # 1, or infinite: not rotated
     size, rotated = get("attention.key_length_swa"), numbers == 1
-    if get("rope.dimension_count_swa", size) != size or bool((~rotated & (numbers < 1e20)).any()):
+    swa = get("rope.dimension_count_swa", size), get("attention.value_length_swa", size)
+    if {*swa} != {size} or bool((~rotated & (numbers < 1e20)).any()):
         raise InputError(f"{path}: RoPE of a part of local heads, or with other divisors, is not supported")
     of_global = {"head_dim": config["head_dim"], "num_key_value_heads": of_kind[full]}
     return {

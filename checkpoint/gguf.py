@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import gemma4, latent
+from checkpoint.dense import RecordedConfig, reject_unread
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
 from checkpoint.gguf_types import TYPES, read_stored
@@ -36,11 +37,12 @@ BLOCK = 1 << 19  # bytes of rows that are read at a time: they stay in a cache, 
 # interleaved: architectures with interleaved rotary pairs. "not models": by general.type.
 TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 KINDS = "full_attention", "sliding_attention"  # of layers without and with a window
+DELTA_KINDS = "full_attention", "linear_attention"
 SELECTOR = "selector_hidden.weight"  # of DFlash2
 
 
 class HeadFormat(NamedTuple):
-    """A draft head: the family of its layers, further names of tensors and keys, and fixed keys.
+    """A draft head: the family of its layers, further names of tensors and metadata keys, and fixed keys.
 
     Target layers are numbered by their inputs.
     """
@@ -68,8 +70,8 @@ def open_file(path: Path) -> Source:
     config = _config(path, arch, known, fields, stored, divisors)
     if head := HEADS.get(arch):
         vocabulary = config.get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ()))
-        config |= {"vocab_size": vocabulary} | head.fixed | {
-            ours: fields[theirs] for theirs, ours in head.keys.items() if theirs in fields}
+        config |= head.fixed | {
+            "vocab_size": vocabulary, "mask_token_id": fields.get("tokenizer.ggml.mask_token_id")}
     if SELECTOR in stored:
         config["architectures"] = ["DFlash2DraftModel"]
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
@@ -178,13 +180,12 @@ def _config(
 ) -> dict:
     """Convert metadata to Hugging Face's keys. Missing sizes are derived from the tensors."""
 
-    def get(key: str, default=None):
-        return fields.get(f"{arch}.{key}", default)
-
+    prefix = f"{arch}."
+    said = RecordedConfig({k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)})
+    get, same = said.get, TABLES["keys"] | (HEADS[arch].keys if arch in HEADS else {})
     if arch == "deepseek2":  # MLA: the metadata describe its compressed cache
-        fields = fields | {f"{arch}.{n}": get(f"{n}_mla")
-                           for n in ("attention.key_length", "attention.value_length")}
-    config = {ours: get(key) for key, ours in TABLES["keys"].items() if get(key) is not None}
+        said.update({n: get(f"{n}_mla") for n in ("attention.key_length", "attention.value_length")})
+    config = {ours: get(key) for key, ours in same.items() if get(key) is not None}
     config |= {key: _shortest_decimal(value) for key, value in config.items() if isinstance(value, float)}
     hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     rotary, inner = get("rope.dimension_count"), get("ssm.inner_size")
@@ -195,25 +196,30 @@ def _config(
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
     values = config.get("linear_num_value_heads")
     embed, period = tensors.get("token_embd.weight"), config.get("sliding_window_pattern")
+    recurrent, mtp = get("attention.recurrent_layers"), get("nextn_predict_layers", 0)
+    layers, kinds = (period, KINDS) if isinstance(period, list) else (recurrent, recurrent and DELTA_KINDS)
     scalar = head_dim if arch == "gemma3" else None
     if arch == "gemma3" and blocks == 62 and hidden and heads:
         scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
     config |= {
         "vocab_size": config.get("vocab_size") if embed is None else embed.shape[0],
-        "num_hidden_layers": blocks and blocks - get("nextn_predict_layers", 0),
+        "num_hidden_layers": blocks and blocks - mtp,
         "num_key_value_heads": config.get("num_key_value_heads", heads), "head_dim": head_dim,
         "rope_scaling": _rope_scaling(path, arch, get, divisors),
         "tie_word_embeddings": "output.weight" not in tensors, "query_pre_attn_scalar": scalar,
-        "norm_topk_prob": True if config.get("num_experts") else None,  # llama.cpp knows no other mixtures
+        "norm_topk_prob": get("expert_weights_norm", True) if config.get("num_experts") else None,
         "linear_value_head_dim": inner // values if inner and values else None,
-        "layer_types": [KINDS[one] for one in period] if isinstance(period, list) else None,
+        "layer_types": kinds and [kinds[one] for one in layers[: blocks - mtp]],
         **_conv_layers(config),
         "partial_rotary_factor": rotary / head_dim if partial and rotary and head_dim else None,
     }
+    if arch == "mistral3":
+        get("rope.scaling.yarn_log_multiplier")  # cancels, see `_rope_scaling`
     if arch == "gemma4":
         config |= gemma4.from_gguf(path, config, get, tensors, divisors)
     if arch == "deepseek2":
         config |= latent.from_gguf(config, rotary)
+    reject_unread(path, said, TABLES["ignored"])
     # Drop missing keys, for which a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 

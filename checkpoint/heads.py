@@ -4,8 +4,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from checkpoint import layouts
 from checkpoint.assistant import read_assistant
 from checkpoint.block_layouts import read_block
+from checkpoint.dense import RecordedConfig, reject_unread
 from checkpoint.eagle_layouts import read_eagle
 from checkpoint.layouts import HeadOptions, ReadHead
 from checkpoint.medusa_layouts import MEDUSA2, read_medusa
@@ -79,5 +81,10 @@ def read_layout(source: Source, target: ModelArgs, options: HeadOptions) -> Read
     if depth is not None and depth != target.num_layers:
         raise InputError(f"{source.path}: config: num_target_layers is {depth}, the target has"
                          f" {target.num_layers} layers")
-    kind = kind_of(source)
-    return HEAD_READERS[kind](source, kind, target, options)
+    kind, config = kind_of(source), layouts.flat_config(source.config)
+    head = HEAD_READERS[kind](replace(source, config=config), kind, target, options)
+    if config.read:  # not those of Medusa: all follows from tensors
+        inner = {"text_config": 0} | config.get("text_config", {})  # read as that of a target
+        own = RecordedConfig({k: v for k, v in config.items() if k not in inner}, config.read)
+        reject_unread(source.path, own, ("attention_bias", "num_local_experts"))  # tensors tell
+    return head

@@ -1,10 +1,11 @@
 """Shared by several layouts of draft heads."""
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.dense import NameTable
+from checkpoint.dense import NameTable, RecordedConfig
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -49,14 +50,16 @@ def draft_vocab_size(config: dict, tensors: dict[str, Entry], vocab_size: int) -
     return config.get("draft_vocab_size") or (lm_head.shape[0] if lm_head else vocab_size)
 
 
-def flat_config(config: dict) -> dict:
-    """Return one flat config: speculators nests the layer's shape, old vLLM copies of EAGLE-1 everything."""
-    inner = config.get("transformer_layer_config") or config.get("model") or {}
-    outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
-    merged = {k: v for k, v in (inner | outer).items() if v is not None}
-    if inner:  # the inner vocabulary is the target's; the outer one may be the draft's
-        merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))
-    return merged
+def flat_config(config: dict) -> RecordedConfig:
+    """Return one flat config: speculators nests the layer's shape, old vLLM copies of EAGLE-1 everything,
+    SGLang's heads what is of EAGLE or DFlash.
+    """
+    inner, eagle, dflash = (config.get(name) or {} for name in (
+        "model" if "model" in config else "transformer_layer_config", "eagle_config", "dflash_config"))
+    parts = [{k: v for k, v in part.items() if v is not None} for part in (inner, eagle, config, dflash)]
+    # The inner vocabulary is the target's; the outer one may be the draft's.
+    vocabulary = {k: v for k, v in parts[0].items() if k == "vocab_size"}
+    return RecordedConfig(dict(ChainMap(vocabulary, *parts[::-1])))
 
 
 def reject_last_layer(path: Path, key: str, inputs: list[int], target: ModelArgs) -> None:

@@ -22,7 +22,6 @@ def mamba_fields(path: Path, config: RecordedConfig) -> tuple[dict, dict]:
     config.setdefault("position_embedding_type", "none")  # null, too
     kinds = config.get("layer_types") or ["attention"] * (config.get("num_hidden_layers") or 0)
     layers = [int(kind in ("mamba", "linear_attention")) for kind in kinds]
-    config.read.add("num_experts_per_tok")  # of no experts
     if not any(layers):
         config.read.update(key for key in config if key.startswith(("mamba_", "time_step")))
         return config, {}

@@ -253,15 +253,17 @@ METHODS = {
 def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[dict, dict[str, Entry]]:
     """Return a folder's config and tensors; one weight replaces the parts of each quantized layer.
 
-    Weights are read in float32 or as stored (`Entry.grouped`). Unknown methods are not touched. Raises
-    InputError on unsupported variants.
+    Weights are read in float32 or as stored (`Entry.grouped`). MXFP4 is left to the families.
+    Raises InputError on unknown methods and unsupported variants.
     """
     key = next(key for key in QUANTIZATION if config.get(key))
     said = config[key]
     if not isinstance(said, dict):
         raise InputError(f"{path}: {key} is {json.dumps(said)[:60]}; expected an object")
-    if (method := said.get("quant_method", "compressed-tensors")) not in METHODS:
+    if (method := said.get("quant_method", "compressed-tensors")) == "mxfp4":  # families read it
         return config, tensors
+    if method not in METHODS:
+        raise InputError(f"{path}: {key} {json.dumps(said)[:60]} is not supported")
     for name, known in METHODS[method].items():
         if said.get(name) not in (None, *known):
             raise InputError(f"{path}: {key}: {name} {json.dumps(said[name])[:60]} is not supported; expected"

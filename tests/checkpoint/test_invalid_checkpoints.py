@@ -118,7 +118,7 @@ BAD_TARGETS = {
         folder_with("Gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
     "heads that turn in part": (folder_with("Mistral", partial_rotary_factor=0.5), "partial_rotary_factor"),
     "an unknown parameter of RoPE": (folder_with(
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale of RoPE's"),
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale 2.0 is not sup"),
     **{f"{family} {key}": (folder_with(family, **{key: value}), f"{key} {json.dumps(value)} is not supported")
        for family in ("Llama", "Qwen2", "Gemma3")
        for key, value in (("clip_qkv", 8.0), ("alibi", True), ("logit_softcap", 30.0))},
@@ -135,7 +135,12 @@ BAD_TARGETS = {
     "a projection of other features": (folder_with(
         add={"target_proj.weight": torch.zeros(32, 60)}, pard2_target_layers=[-1, -2], pard2_target_dim=64),
         "[32, 60] does not fit pard2_target_layers [-1, -2]"),
-    "Mamba layers with one mixer each": (folder_with("NemotronH"), "NemotronHForCausalLM"),
+    "Nemotron-H": (folder_with("NemotronH"), "layers with one mixer, MLPs and experts without a gate are"),
+    "Granite 4 H as GGUF": (gguf_file(arch="granitehybrid"), "Granite 4 H is read from its Hugging Face fol"),
+    "GLM-4-9B of 2024 as GGUF": (gguf_file(arch="chatglm"), "GLM-4-9B of 2024 is read from its Hugging Fac"),
+    "an unknown key of a GGUF": (gguf_file(extra=lambda w: w.add_clamp_kqv(8.0)), "clamp_kqv 8.0 is"),
+    "attention in both directions of a GGUF": (
+        gguf_file(extra=lambda w: w.add_causal_attention(False)), "is_causal false is not supported"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
     "experts quantized otherwise": (
         folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),
@@ -149,6 +154,10 @@ BAD_TARGETS = {
 NORM, AUX = "midlayer.hidden_norm.weight", "eagle_aux_hidden_state_layer_ids"
 D2T, T2D = head_state()["d2t"], head_state()["t2d"]
 BAD_HEADS = {
+    **{f"a head with {key}": (folder_with("head", **{key: value}), words) for key, value, words in (
+        ("odd_scale", 2.0, "odd_scale 2.0 is not supported"),
+        ("eagle_config", {"use_mtp_layernorm": True}, "use_mtp_layernorm true is not supported"),
+        ("rope_scaling", {"rope_type": "default", "odd": 3}, "odd 3 is not supported"))},
     "hidden size": (only(head_state(hidden=48), config={**HEAD_CONFIG, "hidden_size": 48}), "width 48"),
     "aux layers beyond the target": (
         folder_with("head", eagle_config={AUX: [2, 4, 9]}), "reads layer 9"),
