@@ -46,32 +46,9 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
-# Config keys that may be ignored where no code reads them: training, generation and metadata; vision and
-# audio; what follows from other keys, or from the tensors of a head.
-HARMLESS = re.compile(
-    r"_.*|architectures|auto_map|cache_implementation|dtype|id2label|init_method|label2id|model_type"
-    r"|pretraining_tp|torch_dtype|transformers_version|use_cache|tokenizer_class|task_specific.*"
-    r"|(max|min)_length|do_sample|early_stopping|num_beam.*|num_return_sequences|temperature|top_[kp]|typical_p"
-    r"|.*_penalty|.*no_repeat_ngram_size|bad_words_ids|.*suppress_tokens|return_dict.*|prefix"
-    r"|output_(attentions|hidden_states|router_logits|past|scores)"
-    r"|finetuning_task|problem_type|remove_invalid_values|is_decoder|torchscript|tf_legacy_loss"
-    r"|enable_audio_output|.*initializer.*|.*xavier_init|.*init.*_(scale|std)|.*(dropout|pdrop)|.*aux_loss.*"
-    r"|.*loss_coef|is_llama_config|transformers\.js_config|unsloth_\w+|neftune_\w+|medusa_\w+|max_sequence_length"
-    r"|(base_model_)?name_or_path|attn_implementation|use_flash_attn|use_bfloat16|seq_length"
-    r"|experts_per_token|initial_context_length|mtp_num_hidden_layers|mamba_ssm_dtype"
-    r"|.*token_(id|index)|(text|thinker|talker|vision|audio|code2wav)_config|(vision|image|video|audio)_.*"
-    r"|mm_.*|projector_.*|spd_type|multimodal_.*|spatial_merge_size|downsample_factor|pard.*"
-    r"|block_dim|block_norm_eps|conv_dim|conv_dim_out|num_heads|mamba_chunk_size|qk_head_dim|head_dim"
-    r"|router_jitter_noise|time_step_(min|max|floor)|dual_chunk_attention_config"
-    r"|max_window_layers|no_rope_layer_interval|sliding_window(_size)?"
-    r"|original_max_position_embeddings|mrope_\w+|interleaved|finetuned"
-    r"|num_experts_per_tok|norm_topk_prob|vocab_size_per_layer_input|num_nextn_predict_layers"
-    r"|topk_group|quantization_config"
-    r"|speculators_.*|target_.*|num_(target_layers|anchors)|(qkv_|fusion_)?bias|has_no_defaults_at_init|model"
-    r"|(transformer_layer|eagle|dflash)_config|(embed|verifier)_.*|reuse_target_lm_head|max_anchors|.*loss.*"
-    r"|use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)|next_layer_regular|parallel_draft.*"
-    r"|(enable_|has_)?confidence_head.*|markov_rank|conv_(kernel|group)_size|selector_rank|norm_(before|output).*"
-    r"|.*aux_hidden_state_layer_ids|k_train|modal_type|fc_norm|.*centroid.*")
+# Patterns of config keys that may be ignored where no code reads them: training, generation and metadata;
+# vision and audio; what follows from other keys, or from the tensors of a head.
+HARMLESS = re.compile("|".join(Path(__file__).with_name("harmless_keys.txt").read_text().split()))
 
 
 class RecordedConfig(dict):
@@ -96,8 +73,8 @@ class RecordedConfig(dict):
 def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
     """Raise InputError if a key was not read, is not HARMLESS, and is not null, false, 0, 1 or empty.
 
-    Includes RoPE parameters. is_causal false is not empty: transformers 5 masks nothing then. known: keys that
-    may stay unread: the family renames them or has a default.
+    Includes RoPE parameters. is_causal false is not empty: transformers 5 masks nothing then.
+    known: keys that may stay unread: the family renames them or has a default.
     """
     off, known = (None, False, 0, 1, "", [], {}), config.read | {*known}
     rope, text = rope_of(config), config.get("text_config") or config  # else of vision, audio
