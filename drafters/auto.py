@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.load import CONFIG, WEIGHTS, read_config
+from checkpoint.load import CONFIG, WEIGHTS, read_config, stored_tensors
 from common.errors import InputError
 from drafters.published import MAX_DRAFT_SIZE, advice
 from engine.drafting import TARGET, DraftOptions
@@ -25,27 +27,34 @@ def available_heads(checkpoint: Path, draft: str | Path | None = None) -> Iterat
             yield name, folder
 
 
-def size(checkpoint: str | Path) -> int:
-    """Return the bytes of a converted model's weights; 0 if they are missing."""
-    weights = Path(checkpoint) / WEIGHTS
-    return weights.stat().st_size if weights.is_file() else 0
+def bytes_read(checkpoint: str | Path) -> int:
+    """Return the bytes of a converted model that a token reads: not the embedding, unless it is the lm_head.
+
+    Raises InputError if its weights are missing or damaged.
+    """
+    tensors = stored_tensors(Path(checkpoint) / WEIGHTS, "convert the model again")
+    unread = "embed." if any(name.startswith("lm_head.") for name in tensors) else ()
+    return sum(
+        math.prod(t.shape) * int(re.search(r"\d+", t.dtype)[0]) // 8
+        for name, t in tensors.items() if not name.startswith(unread)
+    )
 
 
 def find_draft_model(checkpoint: Path) -> Path | None:
-    """Return the smallest model in the target's parent folder that may draft for it; None without one.
+    """Return the model beside the target's folder that may draft for it and reads the fewest bytes, if any.
 
-    It has the same vocabulary size, except for padding, and at most MAX_DRAFT_SIZE of the target's bytes.
-    Loading checks that the token ids are the same.
+    It has the same vocabulary size, except for padding, and reads at most MAX_DRAFT_SIZE of the target's
+    bytes. Loading checks that the token ids are the same.
     """
     vocabulary, found = read_config(checkpoint, "target")["vocab_size"], []
     for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
         with contextlib.suppress(InputError, OSError):  # not a converted model, or damaged
             folder, other = config.parent, read_config(config.parent, "target")
             near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
-            small = 0 < size(folder) <= MAX_DRAFT_SIZE * size(checkpoint)
+            small = bytes_read(folder) <= MAX_DRAFT_SIZE * bytes_read(checkpoint)
             if near and small and not other.get("delta_layers"):
                 found.append(folder)
-    return min(found, key=size, default=None)
+    return min(found, key=bytes_read, default=None)
 
 
 def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
@@ -55,7 +64,7 @@ def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None])
     log: receives a line about the choice. Raises InputError if --draft is not a head.
     """
     if drafting.draft and read_config(drafting.draft)["kind"] == TARGET:
-        too_large = size(drafting.draft) > MAX_DRAFT_SIZE * size(checkpoint)
+        too_large = bytes_read(drafting.draft) > MAX_DRAFT_SIZE * bytes_read(checkpoint)
         log(f"--draft {drafting.draft}: a draft model; drafting with lookup+draft-model"
             + "; it has over a third of the target's size and may be slower, see --compare" * too_large)
         return replace(drafting, method="lookup+draft-model", window=None)

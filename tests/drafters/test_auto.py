@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 from helpers.decoding import load
+from safetensors.torch import load_file, save_file
 
 from checkpoint.load import read_config
 from common.errors import InputError
@@ -44,19 +45,24 @@ def test_a_head_elsewhere(folder, tmp_path):
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
     with pytest.raises(InputError, match="no such file"):
         DraftOptions("auto", draft=tmp_path).resolve(folder, lambda line: None)
-    found = DraftOptions("auto", draft=folder).resolve(tmp_path, lambda line: None)  # a target
+    found = DraftOptions("auto", draft=folder).resolve(folder, lambda line: None)  # a target
     assert found.method == "lookup+draft-model" and found.draft == folder
 
 
 def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
-    """The smallest of at most a third of the size; here it is damaged, and prompt lookup drafts alone."""
+    """The one that reads the fewest bytes, at most a third of the target's, without its embedding.
+
+    Here it lacks layers, and prompt lookup drafts alone.
+    """
     for kind in ("eagle", "eagle3"):
         shutil.rmtree(folder / kind)
-    for name, part in (("small", 4), ("smaller", 5), ("large", 2)):
+    tensors = load_file(golden / "model.safetensors")
+    lm_head, embedding = tensors["lm_head.weight"], tensors["embed.weight"].repeat(1, 99)
+    for name, count in (("small", 8), ("smaller", 4), ("large", 999)):
         (tmp_path / name).mkdir()
         shutil.copy(golden / "config.json", tmp_path / name)
-        weights = (golden / "model.safetensors").read_bytes()
-        (tmp_path / name / "model.safetensors").write_bytes(weights[: len(weights) // part])
+        kept = {"lm_head.weight": lm_head[:count].clone(), "embed.weight": embedding}
+        save_file(tensors | kept if name == "large" else kept, tmp_path / name / "model.safetensors")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text('{"format": 2, "kind": "target"}')
     said: list[str] = []
