@@ -38,8 +38,8 @@ SIBLINGS = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135e9),
     "olmo-2": ("allenai/OLMo-2-0425-1B-Instruct", 1.5e9),
 }
-# For `auto`: maximum bytes that a token reads of a draft model / of the target. A 0.5B with lookup made a 1.5B
-# faster in w8a8 (0.32) and in w4a8 with its lm_head in 4 bits too (0.29): docs/benchmarks.md.
+# For `auto`: maximum bytes that a token reads of a draft model / of the target. A 0.5B with lookup made
+# a 1.5B faster in w8a8 (0.32) and in w4a8 with its lm_head in 4 bits too (0.29): docs/benchmarks.md.
 MAX_DRAFT_SIZE = 1 / 3
 OPENINGS = Path(__file__).parents[1] / "heads" / "openings.txt"
 
