@@ -16,8 +16,8 @@ torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that compile come first, then those with other slow tests: workers take file after file, so the
-    quick ones fill the end.
+    """Run files that compile first, then other slow ones: workers take files in order, and short ones fill
+    the gaps at the end.
     """
     weights, most_expensive = {"compile": 2, "kernels": 2, "expensive": 2, "slow": 1}, {}
     for item in items:
@@ -61,7 +61,7 @@ def models1(golden, models):
 
 @pytest.fixture(scope="session")
 def llm(golden):
-    """The golden target that decodes plainly, two texts at a time."""
+    """The golden target with plain decoding and a batch of two."""
     from helpers.decoding import load
 
     return load(golden, compile=False, batch=2)

@@ -99,7 +99,7 @@ MISTAKES = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, golden):
-    """The folder in which commands are run, with what the table names: GOLDEN alone has weights."""
+    """The working folder of the commands, with the files the table names: only GOLDEN has weights."""
     folder = tmp_path_factory.mktemp("mistakes")
     asked = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
     for name, content in {

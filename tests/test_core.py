@@ -50,7 +50,7 @@ def syntax_nodes(path) -> int:
 
 
 def run_alone(folder, *command) -> str:
-    """Run Python in a folder, without the checkout on its path. Returns its stdout."""
+    """Run Python in a folder without the checkout on its path; return its stdout."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
@@ -60,7 +60,7 @@ def run_alone(folder, *command) -> str:
 
 
 def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
-    """All nodes equal, without any other package; and the command prints text."""
+    """All tree nodes are equal; the command prints text."""
     for name in CORE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""The Python API: prompts of every kind, and a sentence about each wrong type or name."""
+"""The Python API: all kinds of prompts, and clear errors for wrong types or names."""
 import json
 import re
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_wrong_types_and_options_get_a_sentence(golden, llm, monkeypatch):
     (None, 1, 2048), (1 << 40, 64, 10_000), (75 << 20, 1, 8192), (75 << 20, 2, 4096), (0, 1, 2048),
 ])
 def test_the_context_is_what_fits_in_memory(llm, monkeypatch, free, batch, room):
-    """A quarter of what is free, in powers of two, at 2 kB a token; no less than 2,048."""
+    """A quarter of free memory at 2 kB a token, rounded to a power of two, at least 2,048."""
     monkeypatch.setattr(targets, "free_memory", lambda device: free)
     monkeypatch.setattr(llm.target.model, "args", replace(llm.target.model.args, max_seq_len=10_000))
     assert llm.target.default_max_seq_len(DraftOptions(), batch) == room

@@ -1,4 +1,4 @@
-"""The tree against slow, obvious Python: growing and pruning. Depths, masks and paths: the golden traces."""
+"""Tree growth and pruning against brute force. Depths, masks and paths: the golden traces."""
 import random
 import re
 
@@ -13,9 +13,7 @@ from tree import CandidateTree, TreeShape, prune_candidates
 
 
 def grow(shape: TreeShape, draw, root: int):
-    """Grow a batch of one with children drawn by `draw(path) -> [(logp, token)] * k`, ours and by brute
-    force.
-
+    """Grow one tree with children drawn by `draw(path) -> [(logp, token)] * k`, ours and by brute force.
     Returns (Tree, set of paths kept by brute force).
     """
     beam = newest = nodes = [((t,), s) for s, t in draw(())]  # candidates in flat order
@@ -71,8 +69,9 @@ def test_impossible_shapes_are_refused(kind, arguments, words):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_worth_its_price(seed):
-    """The number of nodes that gains most is kept; those that bring twice their price are expanded."""
+def test_nodes_worth_their_cost(seed):
+    """The number of nodes with the largest net gain is kept; nodes that gain twice their cost are expanded.
+    """
     draw = torch.Generator().manual_seed(seed)
     scores, nodes = -3 * torch.rand(2, 12, generator=draw), 0.3 * torch.rand(9, generator=draw)
     costs = MarginalCosts(0.3, nodes, torch.tensor([1.5, 0.5]))

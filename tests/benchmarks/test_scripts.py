@@ -1,4 +1,4 @@
-"""Every benchmark script runs on a small model and writes its results. Speed is not tested."""
+"""Run every benchmark script on a small model and check the result file it writes. Speed is not tested."""
 import importlib
 import json
 
@@ -18,7 +18,9 @@ TEXTS = "--checkpoint TARGET --max-new-tokens 12 --questions SETS"
 
 @pytest.fixture(autouse=True)
 def place(golden, tmp_path, monkeypatch):
-    """The folder that scripts run in, with TARGET and two questions in SETS. The memory is not measured."""
+    """Return the scripts' working folder, with TARGET and two questions in SETS. Memory bandwidth is not
+    measured.
+    """
     (tmp_path / "TARGET").symlink_to(golden)
     (tmp_path / "SETS").mkdir()
     (tmp_path / "SETS/q.jsonl").write_text('{"turns": ["what is 3?"]}\n{"turns": ["and 4 and 5?"]}\n')
@@ -29,7 +31,7 @@ def place(golden, tmp_path, monkeypatch):
 
 
 def run(script: str, options: str, *more: str) -> dict:
-    """Return what a script's command line, which must succeed, writes to its result file."""
+    """Run a script, which must succeed, and return the contents of its result file."""
     assert importlib.import_module(script).main([*options.split(), *more, "--threads", "1"]) == 0
     return json.loads((bench.RESULTS / f"{script}.json").read_text())
 
@@ -112,7 +114,7 @@ def test_serving():
 
 @pytest.mark.slow
 def test_soak():
-    """Same seed, same text under load."""
+    """Under load, the same seed gives the same text."""
     serve = "--speculate eagle3 --tree 8,2,4 --no-compile --slots 2 --max-seq-len 900"
     how = "--questions SETS/q.jsonl --clients 3 --minutes 0.05 --requests 10 --serve"
     found = run("soak", f"--checkpoint TARGET {how}", serve)
@@ -120,7 +122,7 @@ def test_soak():
 
 
 def test_record(place):
-    """Plain and drafted text are drawn."""
+    """Both plain and speculative output appear in the recording."""
     found = run("record", "--checkpoint TARGET --max-new-tokens 24 --prompt", "what is 3?")
     plain, drafted = (found["answers"][name] for name in ("none", "eagle3"))
     assert plain["ids"] == drafted["ids"] and not any(by_head for *_, by_head in plain["pieces"])

@@ -1,4 +1,4 @@
-"""A converted target of our own making."""
+"""A small converted target."""
 from pathlib import Path
 
 import pytest
@@ -9,5 +9,5 @@ from checkpoint.convert import convert
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """The target of `helpers.sources`, converted; what it was made from is `target-source` beside it."""
+    """The target of `helpers.sources`, converted; its source folder is `target-source` next to it."""
     return convert(write_source(tmp_path / "target-source", target_state()), tmp_path / "target", quiet=True)

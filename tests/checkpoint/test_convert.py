@@ -1,4 +1,4 @@
-"""Conversion: every form of a source gives the same tensors, and heads are read as their files mean."""
+"""Conversion: every source layout gives the same tensors, and heads are read as published."""
 import errno
 import json
 import os
@@ -31,7 +31,7 @@ from tokens.tokenizer import Tokenizer
     ("safetensors", False), ("safetensors-sharded", True), ("bin", True), ("bin-sharded", False),
     ("bin", "before zip archives"), ("safetensors-sharded", "no index"), ("bin-sharded", "no index")])
 def test_folders(tmp_path, target, form, tied):
-    """As the plain folder, which `target` comes from, but for the lm_head of tied ones."""
+    """The tensors are those of `target`, except the lm_head of tied targets."""
     config = {**CONFIG, "tie_word_embeddings": bool(tied)}
     state = target_state(config)
     # Old files carry it, nobody needs it.
@@ -54,8 +54,8 @@ def test_folders(tmp_path, target, form, tied):
     assert (written["norm_eps"], written["rope_base"], written["max_seq_len"]) == (1e-5, 5000.0, 128)
 
 
-def test_tensors_come_from_the_files_that_the_index_names(tmp_path, target):
-    """Each shard has old copies of all others, as an overlay's base has."""
+def test_index_selects_the_shard_of_a_tensor(tmp_path, target):
+    """Every shard also holds stale copies of all other tensors."""
     state = target_state()
     source = write_source(tmp_path / "in", state, form="safetensors-sharded")
     named = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
@@ -144,7 +144,7 @@ LARGE = CONFIG | {"hidden_size": 768, "intermediate_size": 2560, "vocab_size": 4
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' high-water mark")
 @pytest.mark.parametrize("form", ["safetensors-sharded", "bin-sharded"])
 def test_peak_memory(tmp_path, form):
-    """After a small conversion: lazy imports are not what is measured."""
+    """Measured after a small conversion, so that lazy imports do not count."""
     small = write_source(tmp_path / "small", target_state(), form=form)
     big = write_source(tmp_path / "big", target_state(LARGE, torch.bfloat16), LARGE, form)
     out = tmp_path / "b"
@@ -186,7 +186,7 @@ def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
     (OSError(errno.ENOSPC, "No space left on device"), "No space left", 1),
     (KeyboardInterrupt(), "interrupted", 130),
 ])
-def test_trouble_while_writing(tmp_path, capsys, monkeypatch, trouble, expected, status):
+def test_failed_conversion_leaves_no_files(tmp_path, capsys, monkeypatch, trouble, expected, status):
     source, folders = write_source(tmp_path / "in", target_state()), []
 
     def cast(name, block, dtype):
@@ -203,8 +203,8 @@ def test_trouble_while_writing(tmp_path, capsys, monkeypatch, trouble, expected,
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_source_is_converted_when_it_is_used(tmp_path, monkeypatch):
-    """Once, and again when the source has changed; another source of that name is refused."""
+def test_convert_on_first_use(tmp_path, monkeypatch):
+    """Once, and again after the source has changed; another source with the same folder name is refused."""
     notes = []
     source = write_source(tmp_path / "model", target_state())
     other = write_source(tmp_path / "other" / "model", target_state())
@@ -220,8 +220,8 @@ def test_a_source_is_converted_when_it_is_used(tmp_path, monkeypatch):
         converted_folder(str(other), notes.append)
 
 
-def test_two_starts_convert_at_once(tmp_path, monkeypatch):
-    """The other one ends first, after this one has found no folder."""
+def test_concurrent_conversion(tmp_path, monkeypatch):
+    """The other process finishes after this one has found no folder."""
     source, replace = write_source(tmp_path / "model", target_state()), os.replace
     monkeypatch.chdir(tmp_path)
 
@@ -235,8 +235,8 @@ def test_two_starts_convert_at_once(tmp_path, monkeypatch):
     assert os.listdir("checkpoints") == ["model"]
 
 
-def test_a_head_is_converted_into_its_target_when_it_is_used(tmp_path, target, monkeypatch):
-    """One of several processes converts nothing; a target is no head."""
+def test_convert_head_on_first_use(tmp_path, target, monkeypatch):
+    """With several processes, nothing is converted on first use; a target is refused as a head."""
     head, notes = write_source(tmp_path / "Mine", head_state(), HEAD_CONFIG), []
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head}"):

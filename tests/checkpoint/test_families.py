@@ -1,7 +1,7 @@
-"""Every family of targets: tiny random ones in their published layout, converted, against transformers.
+"""Every model family against transformers: tiny random models in the published layout, converted.
 
 Logits agree to 1e-4 relative, and 32 greedy tokens are equal, with plain and with speculative decoding. One
-of the prompts is longer than the windows of families that have one.
+of the prompts is longer than the sliding window of families that have one.
 """
 import json
 import random
@@ -54,7 +54,7 @@ from tree import TreeShape
 
 
 def engines_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
-    """Engines of a converted target by drafter. of_head: changes of the heads' configs."""
+    """Return engines of a converted target by drafter. of_head: changes to the heads' configs."""
     options = {"compile": False, "max_seq_len": 120, "batch": 3}
     engines = {"plain": Engine(target, **options), "lookup": Engine(target, NGram(), **options)}
     add_heads(tmp_path, folder, target.args.hidden_size, **of_head)
@@ -86,8 +86,8 @@ IN_PYTORCH = [  # one of each kind of windows; the others differ in what the ker
     *(pytest.param(name, True, marks=pytest.mark.kernels) for name in TARGETS if name in ON_KERNELS),
     *(pytest.param(name, True, marks=pytest.mark.kernels) for name in HYBRIDS)])
 def test_target(tmp_path, name, kernels):
-    """Drafted text of a seed is the plain one. On the kernels heads have windows, too; a hybrid's logits are
-    those of PyTorch, its texts those of the kernels.
+    """Speculative output equals plain output, also when sampled. On the CPU kernels the heads have sliding
+    windows too; for hybrid models, logits are compared in PyTorch and output is compared on the kernels.
     """
     reference, folder = converted(tmp_path, name, mtp=name in HYBRIDS)
     target, config = load_model(folder)
@@ -118,7 +118,7 @@ def test_target(tmp_path, name, kernels):
 
 @pytest.mark.kernels
 def test_longrope_beyond_its_original_length(tmp_path):
-    """Texts have the long factors from their first token on where there is room for more, which is asked for.
+    """With a larger max_seq_len, which has to be requested, the long factors apply from the first token on.
     """
     reference, folder = converted(tmp_path, "Phi-3 with longrope")
     loaded = load_target(folder, Runtime(device="cpu", compile=False))
@@ -151,7 +151,7 @@ MEANT = [  # configs as published, which leave much unsaid: the windows of 8 lay
 
 
 def fields_of(family: str, keys: dict) -> dict:
-    """Our config of a published one."""
+    """Return our config of a published one."""
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
     config = sizes | {"num_hidden_layers": 8, "num_attention_heads": 4} | keys
     return read_fields(f"{family}ForCausalLM", config)
@@ -163,7 +163,7 @@ def read_fields(architecture: str, config: dict) -> dict:
 
 
 @pytest.mark.parametrize("family, keys, windows, longest", MEANT)
-def test_what_a_config_means(family, keys, windows, longest):
+def test_config_fields(family, keys, windows, longest):
     fields = fields_of(family, keys)
     assert (fields.get("windows"), fields["max_seq_len"]) == (windows, longest)
 
@@ -181,8 +181,8 @@ DEFAULT, KINDS = {"rope_type": "default", "rope_theta": 5e5}, ("full_attention",
     ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0},
                 "rope_parameters": dict.fromkeys(KINDS, DEFAULT)}, 5e5, "linear"),
 ])
-def test_rope_scaling_counts_beside_rope_parameters(family, keys, base, scaling):
-    """As in transformers 5. The base stays, which is lost there."""
+def test_rope_scaling_with_rope_parameters(family, keys, base, scaling):
+    """`rope_scaling` has precedence, as in transformers 5, but keeps rope_theta, which transformers drops."""
     fields = fields_of(family, {"rope_parameters": DEFAULT} | keys)
     assert (fields["rope_base"], (fields["rope_scaling"] or {}).get("rope_type")) == (base, scaling)
 
@@ -201,7 +201,7 @@ OPTIONS = {"compile": False, "max_seq_len": 160}
 
 
 def loaded(folder, kernels=True):
-    """(Target, MTP head) of a converted folder."""
+    """Return (target, MTP head) of a converted folder."""
     target, _ = load_model(folder)
     head = load_head(folder / "mtp", target, "mtp")
     if kernels:
@@ -225,9 +225,10 @@ GOING_ON = {  # the tokens taken of the first prompt and its answer, what follow
 
 
 @pytest.mark.parametrize("case", GOING_ON)
-def test_a_text_that_goes_on_is_not_read_again(folder, case):
-    """A prompt that continues a free place's text begins there. One that leaves it after its prompt begins at
-    the state kept there, one that leaves it before begins anew: three times, as the state moves.
+def test_prefix_reuse(folder, case):
+    """A prompt that extends the text of a free slot is computed from there. One that diverges after the
+    slot's prompt resumes from the state saved at its end, one that diverges earlier starts from nothing.
+    Three requests each, because the state moves.
     """
     taken, more, cached = GOING_ON[case]
     target, head = loaded(folder)
@@ -245,7 +246,9 @@ def test_a_text_that_goes_on_is_not_read_again(folder, case):
 
 @pytest.mark.parametrize("name", ("Qwen3.5", "GLM-4.7-Flash"))
 def test_mtp_layer(tmp_path, name):
-    """Against a layer of transformers with its weights: embedding first, then the target's normed state."""
+    """Against a transformers layer with the same weights: the embedding comes first, then the target's normed
+    state.
+    """
     is_glm, source = name != "Qwen3.5", tmp_path / "in"
     reference, folder = converted(tmp_path, name, mtp=not is_glm, num_hidden_layers=4)
     reference, state = reference.model, load_file(source / "model.safetensors")
@@ -286,7 +289,9 @@ def test_mtp_layer(tmp_path, name):
     ("Qwen3.5", "int4", 0.5), ("Qwen3-Next", "w4a8", 0.6),
 ])
 def test_quantized_text(tmp_path, name, mode, most):
-    """Drafted text is plain text, with caches in int8 too; the MTP layer is quantized with its target."""
+    """Speculative output equals plain output, also with an int8 cache; the MTP layer is quantized with its
+    target.
+    """
     dtype, out = "bf16" if name == "Qwen3-Next" else "keep", tmp_path / mode
     _, source = converted(tmp_path, name, dtype, mtp=True, num_hidden_layers=4, **WIDE[name])
     command = ["--group", "32", "--method", "nearest"] if mode in LM_HEAD_MODES else []
@@ -307,8 +312,10 @@ def test_quantized_text(tmp_path, name, mode, most):
         check_texts(decode(engine, made, random.Random(1)), plain, made)
 
 
-def test_what_these_targets_do_not_do(folder):
-    """A pass that goes back, for one: a state cannot be taken back, and would be wrong, silently."""
+def test_unsupported_features(folder):
+    """For example, a pass over earlier positions: a recurrent state cannot be rolled back, and the result
+    would be silently wrong.
+    """
     target, head = loaded(folder)
     engine = Engine(target, **OPTIONS)
     engine.generate([[5] * 80], Sampling(4))
@@ -331,7 +338,7 @@ def test_what_these_targets_do_not_do(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config(tmp_path, name):
-    """Its layers cut, weights random: the logits of transformers."""
+    """With fewer layers and random weights: the logits equal those of transformers."""
     reference = make_published(tmp_path / "in", name)
     target, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
     tokens = torch.randint(0, V, (2, 200), generator=torch.Generator().manual_seed(1))
@@ -353,8 +360,8 @@ OTHER = {bool: lambda v: not v, int: lambda v: 2 * v + 2, float: lambda v: 2 * v
          list: lambda v: v[1:] or [1], dict: lambda v: {"rope_type": "odd"}}
 
 
-def test_keys_are_refused_or_count():
-    """Every key of a published config changes our fields or is refused with another value, but HARMLESS ones.
+def test_every_config_key_matters():
+    """Changing any key of a published config changes our fields or raises an error, except for HARMLESS ones.
     """
     silent, loud = set(), set()
     for published in PUBLISHED.values():
@@ -382,7 +389,9 @@ ARCHITECTURES = [name for name in FAMILIES if "For" in name and hasattr(transfor
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_unknown_keys_are_refused_by_name(name):
-    """No key that transformers writes is; one that no code reads is, unless it says that something is off."""
+    """All keys that transformers writes are accepted; any other key is refused unless its value switches
+    something off.
+    """
     config = json.loads(getattr(transformers, name).config_class().to_json_string(use_diff=False))
     whole = config.get("thinker_config", config)
     text = whole.get("text_config") or whole

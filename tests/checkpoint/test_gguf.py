@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp's converter writes them, give the folder that the Hugging Face folder gives."""
+"""GGUF files as llama.cpp's converter writes them convert to the same folder as the Hugging Face source."""
 import math
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from families.mixed import causal
 
 
 def test_quantized(tmp_path, target, monkeypatch):
-    """In two files; a factor alone stretches linearly, as in llama.cpp."""
+    """A file in two parts; a rope factor without a type means linear scaling, as in llama.cpp."""
     # One head per block, so that tensors come in several.
     monkeypatch.setattr(gguf_source, "BLOCK", 4 * 16 * 32)
     state, files = target_state(), [tmp_path / f"m-{i:05}-of-00002.gguf" for i in (1, 2)]
@@ -45,8 +45,7 @@ def test_quantized(tmp_path, target, monkeypatch):
 
 
 def gguf_experts(stacks: dict, arch: str) -> dict:
-    """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
-    """
+    """Return a layer's experts as GGUF stores them, from transformers' gate_up_proj, down_proj and biases."""
     gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
     if arch == "gemma4":
         return {"gate_up_exps.weight": gate_up, "down_exps.weight": down}
@@ -62,7 +61,7 @@ def gguf_experts(stacks: dict, arch: str) -> dict:
 
 
 def gemma4_keys(config) -> dict:
-    """The keys of Gemma 4 in a GGUF: those of heads are of global layers, others are lists by layer."""
+    """Return Gemma 4's GGUF keys: head counts and sizes describe global layers, others are lists by layer."""
     of_global = next(iter(config.to_dict()["per_layer_config"].values()))
     heads = [2 if kind == "sliding_attention" else of_global.get("num_key_value_heads", 2)
              for kind in config.layer_types]
@@ -74,7 +73,8 @@ def gemma4_keys(config) -> dict:
 
 
 def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
-    """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
+    """Write a transformers model as a GGUF file. kind: the type of its matrices (MXFP4: of its experts only).
+    """
     config, state = reference.config.get_text_config(), {
         n.replace("language_model.", ""): t for n, t in reference.state_dict().items()
         if not re.search("vision|visual|audio|projector", n)}
@@ -153,11 +153,13 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
 
 
 def hybrid_gguf(file: Path, state: dict, config, arch: str) -> Path:
-    """A model with Gated DeltaNet as a GGUF file. state: a whole checkpoint's, with its MTP layer."""
+    """Write a model with Gated DeltaNet layers as a GGUF file. state: the whole checkpoint with its MTP
+    layer.
+    """
     keys, each, size = 2, 3, 12
 
     def tiled(x: torch.Tensor, rows: int) -> torch.Tensor:
-        """Heads of values, beside their heads of keys in x, over all heads of keys."""
+        """Reorder value heads from grouped by key head, as in x, to tiled over the key heads."""
         return x.view(keys, each, rows, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
     found: dict[str, torch.Tensor] = {}
@@ -199,7 +201,7 @@ OTHERS = {  # of which one says more
 
 
 def comparable(config: dict) -> dict:
-    """What the configs of both must have in common, with the numbers of `rope_scaling` as a list."""
+    """Return the parts of a config that must be equal, with the numbers of `rope_scaling` as a list."""
     rope = config["rope_scaling"] or {}
     divisors = *rope.get("divisors", ()), *rope.get("long_divisors", ())
     numbers = [*divisors, *(rope.get(key) or 1 for key in ROPE)]

@@ -1,6 +1,5 @@
-"""Every layout of EAGLE heads: random ones as published, converted, against a plain reading of the papers.
-
-The reading below works on the tensors as published.
+"""Every layout of EAGLE heads: random published heads, converted, against a reference written from the
+papers. The reference works on the published tensors.
 """
 import dataclasses
 import json
@@ -29,14 +28,15 @@ from tree import TreeShape
 
 
 def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
-    """(fed back, logits): arXiv 2401.15077."""
+    """Return (recurrent feature, logits): arXiv 2401.15077."""
     x = F.linear(torch.cat((embed[tokens], feature), -1), state["fc.weight"], state.get("fc.bias"))
     x = plain_layer(lambda n: state.get(f"layers.0.{n}"), x, x, hd)
     return x, x @ lm_head.T
 
 
 def papers_eagle3(state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False):
-    """(fed back, logits): arXiv 2503.01840 and its variants; `feature` is already through fc."""
+    """Return (recurrent feature, logits): arXiv 2503.01840 and its variants; `feature` is the output of fc.
+    """
     u = rms(feature, state[first + "hidden_norm.weight"])
     a = torch.cat((rms(embed[tokens], state[first + "input_layernorm.weight"]), u), -1)
     x = plain_layer(lambda n: state.get(first + n), u if before else feature, a, hd)
@@ -48,7 +48,7 @@ def papers_eagle3(state, embed, lm_head, tokens, feature, hd, first, layers=1, b
 
 
 def run_head(head, tokens, feature):
-    """(Fed back, logits) of one of our heads."""
+    """Return (recurrent feature, logits) of one of our heads."""
     T = len(tokens)
     caches = head.caches(1, 64, torch.float32, "cpu")
     at = torch.arange(T)[None]
@@ -62,13 +62,13 @@ def close(results, expected, tolerance=1e-5):
 
 
 def convert_head(tmp_path, target: Path, state: dict, config: dict, name: str = "head") -> Path:
-    """A head written as published, then converted for the target folder."""
+    """Write a head in its published layout and convert it for the target folder."""
     return convert(write_head(tmp_path / f"{name} in", state, config), tmp_path / name, target, quiet=True)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """(folder, target) of a small LLaMA, and of one with tied embeddings."""
+    """Return (folder, target) of a small LLaMA, and of one with tied embeddings."""
     place, targets = tmp_path_factory.mktemp("base"), {}
     for name in ("Llama-3", "Llama-3.2"):
         _, folder = converted(place / name, name)
@@ -202,7 +202,7 @@ def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
 
 @pytest.mark.parametrize("key", ["d2t", "token_map", "t2d"])
 def test_draft_ids_are_sorted(tmp_path, base, key):
-    """Those of the mask are; it alone tells them, too."""
+    """A vocabulary given as a mask is sorted already, and may be given without d2t."""
     state, config = make_head("eagle3")
     folder, weights = base["Llama-3"][0], "model.safetensors"
     expected = load_file(convert_head(tmp_path, folder, state, config, "ascending") / weights)
@@ -233,7 +233,7 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
+def test_ambiguous_layouts_need_a_flag(tmp_path, base, capsys, name):
     changes, words, answer, (key, value) = QUESTIONS[name]
     state, config = make_head("eagle3", first="layers.0.", **changes)
     head, target = write_head(tmp_path / "h", state, config), base["Llama-3"][0]
@@ -260,7 +260,7 @@ THERE_AND_BACK = [
 
 
 def head_of(head: Head, target, changes: dict) -> Head:
-    """A head whose weights bfloat16 holds, with changes of its shape."""
+    """Return a head whose weights are exact in bfloat16, with changes to its config."""
     if changes:
         state, head = own_state(head), model_of("eagle3", **dataclasses.asdict(head.args) | changes)
         new = {name for name, tensor in head.named_parameters() if name not in state}
@@ -272,8 +272,8 @@ def head_of(head: Head, target, changes: dict) -> Head:
 
 
 @pytest.mark.parametrize("layout, changes", THERE_AND_BACK, ids=str)
-def test_what_is_exported_comes_back(golden, models, tmp_path, layout, changes):
-    """Bit for bit, or it has no place in the layout."""
+def test_export_round_trip(golden, models, tmp_path, layout, changes):
+    """Bit for bit; a head that the layout cannot describe is refused."""
     target, head = models
     head = head_of(head, target, changes)
     if layout == "sglang" and any("norm" in name for name in changes):

@@ -1,4 +1,4 @@
-"""Invalid sources and folders: one-line errors, exit status, nothing left on disk."""
+"""Invalid sources and folders: one-line errors, exit status, no files left behind."""
 import hashlib
 import json
 import math
@@ -23,7 +23,9 @@ class Evil:
 
 
 def folder_with(family="", drop=(), add=None, form="safetensors", then=lambda folder: None, **changes):
-    """A maker of a source folder, of a target or of a "head", with these differences from a good one."""
+    """Return a function that writes the source folder of a target or a head with these differences from a
+    valid one.
+    """
     def make(folder: Path) -> Path:
         state, config = (head_state(), HEAD_CONFIG) if family == "head" else (target_state(), CONFIG)
         state = {n: t for n, t in state.items() if n not in drop} | (add or {})
@@ -35,7 +37,7 @@ def folder_with(family="", drop=(), add=None, form="safetensors", then=lambda fo
 
 
 def only(state: dict, form="safetensors", config=CONFIG):
-    """A maker of a source folder with these tensors."""
+    """Return a function that writes a source folder with these tensors only."""
     return lambda folder: write_source(folder, state, config, form)
 
 
@@ -48,7 +50,7 @@ def gguf_file(keep: float = 1.0, **options):
 
 
 def retyped(code: int):
-    """A maker of a GGUF file whose first matrix says that it has another type."""
+    """Return a function that writes a GGUF file whose first matrix claims another type."""
     def make(folder: Path) -> Path:
         content, name = bytearray((file := gguf_file()(folder)).read_bytes()), b"token_embd.weight"
         at = content.index(name) + len(name) + 4 + 2 * 8
@@ -59,7 +61,7 @@ def retyped(code: int):
 
 
 def copied_part(folder: Path) -> Path:
-    """Two parts of a split GGUF, of which the second is the first."""
+    """Write a split GGUF whose second part is a copy of the first."""
     file = gguf_file(extra=lambda w: (w.add_uint16("split.count", 2), w.add_uint16("split.no", 0)))(folder)
     first, second = (folder / f"m-{i:05}-of-00002.gguf" for i in (1, 2))
     second.write_bytes(file.read_bytes())
@@ -71,7 +73,7 @@ K0, LFS = "model.layers.0.self_attn.k_proj.weight", "version https://git-lfs.git
 
 
 def unname(folder: Path, names=(K0,)) -> None:
-    """Put another copy of a tensor into the shards that lack it, and take it out of the index."""
+    """Copy a tensor into the shards that lack it, and remove it from the index."""
     index = folder / INDEX
     given = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": {n: f for n, f in given.items() if n not in names}}))

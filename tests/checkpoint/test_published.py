@@ -1,4 +1,4 @@
-"""Published quantized checkpoints stand for the weights that their formats define."""
+"""Published quantized checkpoints are read as the numbers that their formats define."""
 import re
 from pathlib import Path
 
@@ -24,7 +24,7 @@ SMALL = {**CONFIG, "num_hidden_layers": LAYERS}
 
 
 def packed(q: torch.Tensor, bits: int, dim: int, order=None) -> torch.Tensor:
-    """Whole numbers from 0 in int32 words along `dim`. order: of the values of a word."""
+    """Pack unsigned integers into int32 words along `dim`. order: of the values in a word."""
     count, q = 32 // bits, q.long().movedim(dim, -1)
     q = torch.nn.functional.pad(q, (0, -q.shape[-1] % count)).unflatten(-1, (-1, count))
     words = sum(q[..., k] << bits * i for i, k in enumerate(order or range(count)))
@@ -36,7 +36,7 @@ def of_groups(x: torch.Tensor) -> torch.Tensor:
 
 
 def integers(shape, bits: int, g, groups=None, dtype=torch.float16):
-    """q [N, K] and zeros [N, groups] from 0, and scales [N, groups]."""
+    """Return q [N, K] and zeros [N, groups], unsigned, and scales [N, groups]."""
     N, groups = shape[0], groups or shape[1] // GROUP
     q, zeros = (torch.randint(1 << bits, (N, n), generator=g) for n in (shape[1], groups))
     return q, zeros, torch.rand(N, groups, generator=g).add_(0.1).div_(64).to(dtype)
@@ -132,7 +132,7 @@ ROUNDED_TYPES = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Rows of blocks of random bits that stand for finite numbers."""
+    """Return rows of random quantized blocks whose values are finite."""
     size, in_bytes = gguf.GGML_QUANT_SIZES[kind]
     count, draw = rows * columns // size, np.random.default_rng(rows)
     blocks = draw.integers(0, 256, (2 * count + 64, in_bytes), np.uint8)
@@ -144,7 +144,9 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> n
 
 
 def write_types(file: Path, types: dict):
-    """A Gemma 3 of one layer in a GGUF, with matrices of these types, and the parts of our layers."""
+    """Write a one-layer Gemma 3 as GGUF with matrices of these types; return the expected parts of our
+    layers.
+    """
     w = gguf.GGUFWriter(file, "gemma3")
     w.add_block_count(1), w.add_context_length(256), w.add_embedding_length(256)
     w.add_feed_forward_length(512), w.add_head_count(4), w.add_head_count_kv(4), w.add_key_length(64)
@@ -165,7 +167,7 @@ def write_types(file: Path, types: dict):
 
 
 def write_published(folder: Path, name: str, **more):
-    """A target with its projections in a format, and the parts of our layers."""
+    """Write a target whose projections have a quantized format; return the expected parts of our layers."""
     said, make = FORMATS[name]
     state, exact, g = target_state(SMALL), {}, torch.Generator().manual_seed(2)
     for tensor in [n for n in state if n.endswith("_proj.weight")]:
@@ -182,7 +184,8 @@ def write_published(folder: Path, name: str, **more):
 
 @pytest.mark.parametrize("name", [*FORMATS, *GGUF, "GGUF of four types"])
 def test_published_formats(tmp_path, capsys, name):
-    """As stored they are the reference's numbers in float32, or, with a line that says so, their rounding."""
+    """Weights kept in their format equal the reference in float32, or, after a warning, its rounded values.
+    """
     if name in FORMATS:
         source, expected = write_published(tmp_path / "in", name)
     else:  # q, k and v have three types: they get a kind that holds all
@@ -203,8 +206,8 @@ def test_published_formats(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("tiled", (False, True))
-def test_matrices_of_a_quantized_source_stay_as_stored(tiled):
-    """Rows and inputs are reordered, not rounded again."""
+def test_quantized_weights_are_not_rounded_again(tiled):
+    """Quantized rows and columns are reordered without rounding them again."""
     kind, draw = Kind("q8", 16), draws(1)
     fields = {"head_dim": 8, "num_heads": 4, "num_kv_heads": 2, "rotary_dim": 4, "delta_heads": 4,
               "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 16}
@@ -226,7 +229,7 @@ def test_matrices_of_a_quantized_source_stay_as_stored(tiled):
 
 
 def part(name: str, change):
-    """A change of one part of a layer."""
+    """Return a change of one part of a layer."""
     return lambda state: state.update({n: change(state[n]) for n in [*state] if n.endswith(f"o_proj.{name}")})
 
 
@@ -272,8 +275,8 @@ def drop(name: str):
     ("fp8 in blocks", part("weight_scale_inv", lambda x: x / 0), "not finite"),
     ("fp8 in blocks", part("weight", lambda x: (x.float() * torch.nan).to(x.dtype)), "not finite"),
 ])
-def test_what_does_not_fit_or_is_not_supported(tmp_path, name, change, words):
-    """Options of the config, and parts of a layer."""
+def test_invalid_and_unsupported_formats(tmp_path, name, change, words):
+    """Config options, and parts of a layer."""
     source, _ = write_published(tmp_path / "in", name, **change if isinstance(change, dict) else {})
     if callable(change):
         change(state := load_file(file := source / "model.safetensors"))

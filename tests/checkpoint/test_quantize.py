@@ -1,4 +1,4 @@
-"""quantize.py: what is written, what it is worth, and that speculation on it is plain decoding on it."""
+"""quantize.py: the files it writes, their error, and lossless speculation on quantized targets."""
 import re
 
 import pytest
@@ -30,7 +30,7 @@ INT4 = ("--mode", "int4", *GROUPED)
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text that is long enough to calibrate on."""
+    """A text long enough for calibration."""
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     path.write_text("\n".join(f"Item {i}: the square of {i} is {i * i}." for i in range(120)))
     return path
@@ -42,7 +42,7 @@ def run(capsys, *args):
 
 
 def nearest(mode: str) -> tuple:
-    """The options of a mode that needs no text."""
+    """Return the options of a mode without calibration."""
     return ("--mode", mode, *((*GROUPED, "--method", "nearest") if mode in LM_HEAD_MODES else ()))
 
 
@@ -51,9 +51,9 @@ def nearest(mode: str) -> tuple:
     ("int8", 0.01, "fp32", 1.0), ("w8a8", 0.01, "bf16", 0.0), ("int4", 0.3, "bf16", 1.0),
     ("w4a8", 0.3, "fp32", 0.0), ("fp8", 0.05, "bf16", 0.0),
 ))
-def test_a_target_and_its_heads(golden, tmp_path, capsys, text, mode, most, dtype, temperature):
-    """In int4 and w4a8 the layers are calibrated; lm_head and draft head are int8 and w8a8. Drafted text is
-    plain text.
+def test_quantize_target_and_heads(golden, tmp_path, capsys, text, mode, most, dtype, temperature):
+    """With int4 and w4a8 the layers are calibrated; lm_head and draft head become int8 and w8a8. Speculative
+    output equals plain output.
     """
     out, scored, four_bits = tmp_path / "q", tmp_path / "text.txt", mode in LM_HEAD_MODES
     scored.write_text("The cat sat on the mat, and the dog sat on the cat. " * 10)
@@ -82,8 +82,8 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, text, mode, most, dtyp
     assert fast == plain
 
 
-def test_four_bits_of_an_older_version(golden, tmp_path, capsys):
-    """They have one bfloat16 scale per group, and no minima."""
+def test_int4_folders_of_older_versions(golden, tmp_path, capsys):
+    """Older folders have one bfloat16 scale per group and no minima."""
     assert run(capsys, "--checkpoint", golden, "--out", tmp_path / "q")[0] == 0
     path = tmp_path / "q" / "model.safetensors"
     state, name = load_file(path), "layers.1.wo"
@@ -108,8 +108,8 @@ def test_weights_and_scales_are_written_in_any_order(golden, tmp_path, monkeypat
     assert usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
 
 
-def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
-    """In another mode than the layers."""
+def test_untied_lm_head(tmp_path, capsys):
+    """When its mode differs from that of the layers."""
     config = {**CONFIG, "tie_word_embeddings": True}
     target = convert(write_source(tmp_path / "in", target_state(config), config), tmp_path / "t", quiet=True)
     for options, mode in ((("--lm-head", "int4"), "int4"), (("--keep-lm-head",), None), ((), "int8")):
@@ -123,8 +123,8 @@ def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
 
 @pytest.mark.kernels
 @torch.no_grad()
-def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, text):
-    """Calibrated on a text that is given, and on one that it writes itself."""
+def test_calibration_reduces_the_error(golden, tmp_path, capsys, text):
+    """Calibrated on a given text, and on text the target generates itself."""
     ids = torch.tensor([list(text.read_bytes()[:256])])
     exact, _ = load_model(golden)
     want, off = exact.logits(causal(exact, ids)[0]), []
@@ -139,9 +139,9 @@ def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, tex
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_head_quantized_as_it_is_loaded(golden, tmp_path, kind):
-    """Is what the command makes of it; what it has from its target stays the target's. Weights of another
-    type than the config says are refused: kernels would take them for it.
+def test_quantize_head_at_load(golden, tmp_path, kind):
+    """Equals the head written by quantize.py; modules shared with the target are not quantized. Weights whose
+    dtype differs from the config are refused, because kernels trust the config.
     """
     assert quantize.main(["--checkpoint", str(golden / kind), "--out", str(tmp_path / "q")]) == 0
     target, _ = load_model(golden)
@@ -161,7 +161,7 @@ def test_a_head_quantized_as_it_is_loaded(golden, tmp_path, kind):
 
 @pytest.mark.parametrize("name", ("LFM2-MoE", "Gemma 4 E2B", "Gemma 4 26B-A4B", "Qwen3.5"))
 def test_families_are_calibrated(tmp_path, name):
-    """Their layers differ in caches, and in what they read beside the stream."""
+    """Layers differ in their caches and in their inputs besides the residual stream."""
     _, source = converted(tmp_path, name, **WIDE[name] | {"intermediate_size": 96})
     ids = torch.arange(256).view(2, 128) % 50
     plan = QuantizationPlan.from_folder(source, Scheme("int4", 32, "int8"))

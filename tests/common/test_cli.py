@@ -1,4 +1,4 @@
-"""How a command ends, and how its options are checked."""
+"""How commands exit, and how options are checked."""
 import argparse
 import io
 import sys
@@ -20,8 +20,8 @@ from generate import logit_bias
     (RuntimeError("CUDA out of memory. Tried 2 GiB"), 1, "error: not enough memory (CUDA out"),
     (OSError("\x1b[2J\x1b[1;1Hall is well"), 1, r"error: \x1b[2J\x1b[1;1Hall is well"),
 ], ids=range(6))
-def test_how_a_command_ends(end, status, line, capsys, monkeypatch):
-    """With its status and, if it fails, one line that a terminal shows as it is."""
+def test_exit_status_and_error_line(end, status, line, capsys, monkeypatch):
+    """With an exit status and, on failure, one printable line."""
     def action() -> int | None:
         if isinstance(end, BaseException):
             raise end
@@ -67,7 +67,7 @@ def test_options_are_parsed_and_then_judged_in_order(capsys):
 
 @pytest.mark.parametrize("command", ("generate", "serve"))
 def test_the_time_until_a_command_is_ready_counts_its_imports(command):
-    """`common`, which takes the start time, is imported before all that takes long."""
+    """`common` records the start time, so it is imported before anything slow."""
     code = f"import sys; before = {{*sys.modules}}; import {command}; print(*(name for name in sys.modules"
     code += " if name not in before and name.split('.')[0] not in sys.stdlib_module_names))"
     assert run(sys.executable, "-c", code).split()[0] == "common"
@@ -83,7 +83,7 @@ def test_what_stdout_cannot_encode_is_replaced_with_one_warning(encoding, found,
 
 
 def test_the_command_eagle_has_every_program(capsys, monkeypatch):
-    """What pip installs: tests/test_installed.py."""
+    """The installed command itself is tested in tests/test_installed.py."""
     monkeypatch.setattr(sys, "argv", [])  # restored at the end
     for name in eagle.COMMANDS:
         with pytest.raises(SystemExit) as end:

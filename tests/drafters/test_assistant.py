@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: against transformers' class, and drafted text is plain text."""
+"""Gemma 4 assistants: logits equal those of transformers, and speculative output equals plain output."""
 import random
 
 import pytest
@@ -21,9 +21,8 @@ TARGETS = {"Gemma 4 E2B": {}, "Gemma 4 31B": {"attention_k_eq_v": True, "num_glo
 
 
 def make_assistant(folder, name: str, ordered: bool, **target):
-    """Write a random assistant of a tiny target as published -> the model of transformers.
-
-    target: sizes of it that differ.
+    """Write a random assistant of a tiny target as published; return the transformers model. target: other
+    sizes.
     """
     transformers = pytest.importorskip("transformers")
     width = (SIZES | target)["hidden_size"]
@@ -49,7 +48,7 @@ def make_assistant(folder, name: str, ordered: bool, **target):
 
 @pytest.mark.parametrize("ordered", (False, True))
 def test_logits_of_transformers(tmp_path, ordered):
-    """A chain of three drafts after a prompt that is longer than the windows."""
+    """A chain of three drafts after a prompt longer than the sliding windows."""
     name = "Gemma 4 E2B"  # transformers 5.23 has no states of those whose layers share none
     with torch.no_grad():
         reference = make_target(tmp_path / "target", name)
@@ -81,8 +80,8 @@ def test_logits_of_transformers(tmp_path, ordered):
 @pytest.mark.parametrize("name, ordered, mode", [
     ("Gemma 4 E2B", True, "bf16"), ("Gemma 4 31B", False, "fp32"), ("Gemma 4 31B", True, "fp32, PyTorch"),
     ("Gemma 4 E2B", True, "int4"), ("Gemma 4 31B", False, "int8")])
-def test_drafted_text_is_plain_text(tmp_path, name, ordered, mode):
-    """Of requests in batches, as they come and go, also joined with prompt lookup."""
+def test_lossless(tmp_path, name, ordered, mode):
+    """For batches whose requests join and leave, also combined with prompt lookup."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "global_head_dim": 32,
              "hidden_size_per_layer_input": 32 * ("E2B" in name)}
     make_target(tmp_path / "target", name, **sizes)

@@ -1,4 +1,4 @@
-"""--speculate auto: what it stands for. Its text: tests/engine/test_engine.py."""
+"""What --speculate auto selects. Its output is tested in tests/engine/test_engine.py."""
 import shutil
 
 import pytest
@@ -39,7 +39,7 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
         assert "--draft meta-llama/Llama-3.2-1B" in lines[3] and str(OPENINGS.name) in lines[4]
 
 
-def test_a_head_elsewhere(folder, tmp_path):
+def test_head_in_another_folder(folder, tmp_path):
     (folder / "eagle").rename(tmp_path / "mine")
     found = DraftOptions("auto", draft=tmp_path / "mine").resolve(folder, lambda line: None)
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
@@ -49,10 +49,10 @@ def test_a_head_elsewhere(folder, tmp_path):
     assert found.method == "lookup+draft-model" and found.draft == folder
 
 
-def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
-    """The one that reads the fewest bytes, at most a third of the target's, without its embedding.
+def test_draft_model_next_to_the_target(folder, golden, tmp_path):
+    """The model that reads the fewest bytes (without its embedding), at most a third of the target's.
 
-    Here it lacks layers, and prompt lookup drafts alone.
+    Here it lacks layers, so prompt lookup is used alone.
     """
     for kind in ("eagle", "eagle3"):
         shutil.rmtree(folder / kind)
@@ -73,8 +73,8 @@ def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))
-def test_a_damaged_head_ends_no_start(folder, file):
-    """Its name given, it does."""
+def test_damaged_head_is_skipped(folder, file):
+    """With auto it is skipped; named explicitly, it is an error."""
     shutil.rmtree(folder / "eagle")
     (folder / "eagle3" / file).write_bytes(b"{}")
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""P-EAGLE, DFlash, DSpark, Medusa and Hydra: the papers' formulas on published tensors, layouts, trees."""
+"""P-EAGLE, DFlash, DSpark, Medusa and Hydra: trees equal the papers' formulas on published tensors."""
 import copy
 import dataclasses
 
@@ -28,7 +28,7 @@ WINDOW = {"sliding_window": 7}
 
 
 def converted(label: str, golden, target, folder, changes: dict, draft: int | None = None):
-    """(Published tensors, config, the head after conversion)."""
+    """Return (published tensors, config, converted head)."""
     tensors, config = published(label, target, draft=draft)
     config |= changes
     write_head(folder / "published", tensors, config)
@@ -41,9 +41,10 @@ def converted(label: str, golden, target, folder, changes: dict, draft: int | No
     *((label, {}, None) for label in LABELS), ("p-eagle", {}, 90), ("jetspec", WINDOW, None),
     ("dspark", WINDOW, None),
 ))
-def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, changes, draft, temperature):
-    """Node for node, at every step, so that what is kept of earlier steps counts too. At temperature 1 with
-    the target's noise at the place of each level. All layers have a window unless the config names them.
+def test_trees_equal_the_reference(golden, models, tmp_path, label, changes, draft, temperature):
+    """Node for node at every step, so that state kept from earlier steps is covered too. At temperature 1
+    each level gets the target's noise of its position. All layers have a sliding window unless the config
+    lists them.
     """
     target, _ = models
     tensors, config, head = converted(label, golden, target, tmp_path, changes, draft)
@@ -61,8 +62,8 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, changes,
     assert len(steps) > 5 and deep > 1
 
 
-def test_the_layout_of_speculators(golden, models, tmp_path):
-    """Its config nests the shape of the layers, counts inputs of layers, and has a draft vocabulary."""
+def test_speculators_layout(golden, models, tmp_path):
+    """The config nests the layers' shape, counts layer inputs, and has a draft vocabulary."""
     tensors, config, head = converted("dflash", golden, models[0], tmp_path, {})
     reads = config.pop("dflash_config")
     theirs = {
@@ -105,7 +106,7 @@ def test_drafts_are_the_same_on_the_kernels(golden, models, tmp_path, label, cha
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask_id"),
 ))
-def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes, words):
+def test_unsupported_heads_are_refused(golden, models, tmp_path, label, changes, words):
     with pytest.raises(InputError, match=words) as refused:
         converted(label, golden, models[0], tmp_path, changes)
     assert "\n" not in str(refused.value) and not (tmp_path / "ours").exists()
@@ -121,8 +122,8 @@ PREFIX = "prefix_embeding_layer."
 
 
 def published_medusa(target, label: str) -> tuple[dict[str, Tensor], dict]:
-    """Tensors and config as FasterDecoding and zankner publish them: one block under all its names, biased
-    lm_heads, tables nobody reads, a config that miscounts.
+    """Return tensors and config as published by FasterDecoding and zankner: one block under all its names,
+    lm_heads with biases, unused tables, and a config with a wrong count.
     """
     g, a, tensors = torch.Generator().manual_seed(3), target.args, {}
     H, V, blocks = a.hidden_size, a.vocab_size, BLOCKS[label]
@@ -157,7 +158,7 @@ def published_medusa(target, label: str) -> tuple[dict[str, Tensor], dict]:
 
 
 def medusa_tokens(t: dict[str, Tensor], label: str, target, ids: list[int], theta: float) -> list[int]:
-    """The tree's tokens by the papers' formulas, node by node, for a text whose last token is the root."""
+    """Return the tree's tokens by the papers' formulas, node by node; the text's last token is the root."""
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
 
@@ -185,8 +186,8 @@ def medusa_tokens(t: dict[str, Tensor], label: str, target, ids: list[int], thet
 
 
 @pytest.mark.parametrize("label", BLOCKS)
-def test_trees_are_those_of_the_formulas(golden, models, tmp_path, label):
-    """Step after step, so that what the drafter keeps of earlier steps counts too."""
+def test_medusa_trees_equal_the_reference(golden, models, tmp_path, label):
+    """At every step, so that state kept from earlier steps is covered too."""
     target, kind = models[0], label.split(",")[0].rstrip("+")
     tensors, config = published_medusa(target, label)
     (write_head(tmp_path / "in", tensors, config) / "model.safetensors").unlink()
@@ -200,8 +201,8 @@ def test_trees_are_those_of_the_formulas(golden, models, tmp_path, label):
     assert len(steps) > 5
 
 
-def test_vllms_copies(golden, models, tmp_path):
-    """They have other names, no biases, and may draft fewer ids."""
+def test_vllm_layout(golden, models, tmp_path):
+    """vLLM's layout has other names, no biases, and optionally a reduced draft vocabulary."""
     target, ids = models[0], torch.arange(0, 320, 4)
     tensors, config = published_medusa(target, "medusa")
     for name in [name for name in tensors if name.endswith("bias")]:

@@ -1,4 +1,4 @@
-"""Drafters without a head: a smaller model, PARD, lookahead, and two drafters joined."""
+"""Drafters without a head: draft models, PARD, lookahead, and two drafters combined."""
 import copy
 import json
 import shutil
@@ -30,9 +30,9 @@ CHAIN = TreeShape(5, 3, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_target_itself_is_never_wrong(models, temperature):
-    """Every token it drafts is accepted, also with noise, and where a conversation goes on in kept caches: it
-    reads what the target reads, where the target reads it. This is the whole of the drafter's book-keeping.
+def test_target_as_its_own_draft_model(models, temperature):
+    """The target as its own draft model: every draft is accepted, also when sampling and when a conversation
+    continues in kept caches. This covers all of the drafter's position bookkeeping.
     """
     engine = Engine(models[0], DraftModel(models[0], CHAIN), chunks=(8,), max_seq_len=250, compile=False)
     text = prompt = [256, *range(97, 120)]
@@ -45,8 +45,8 @@ def test_the_target_itself_is_never_wrong(models, temperature):
 
 
 @pytest.mark.parametrize("rows", [288, 352])
-def test_other_rows_after_the_last_id(golden, llm, tmp_path, rows):
-    """As Qwen2.5 0.5B has, beside 7B: ids are the same, and the target itself is never wrong."""
+def test_padded_embeddings(golden, llm, tmp_path, rows):
+    """Like Qwen2.5 0.5B and 7B: the vocabularies agree but the embeddings are padded to different sizes."""
     shutil.copytree(golden, folder := tmp_path / "draft")
     state = load_file(golden / "model.safetensors")
     kept = torch.arange(rows).clamp(max=319)
@@ -59,7 +59,7 @@ def test_other_rows_after_the_last_id(golden, llm, tmp_path, rows):
 
 
 def test_a_parallel_draft_model(models, golden, tmp_path, llm):
-    """Its chains are the model's top tokens after mask tokens; its folder says which token that is."""
+    """Its drafts are the model's top tokens at mask positions; its config names the mask token."""
     target, _ = models
     engine = Engine(target, Pard(target, CHAIN, mask_id=7), chunks=(8,), max_seq_len=250, compile=False)
     steps = watched(engine, [256, *range(97, 120)], Sampling(20))
@@ -74,7 +74,7 @@ def test_a_parallel_draft_model(models, golden, tmp_path, llm):
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.kernels)])
 def test_a_parallel_draft_model_with_features(tmp_path, kernels):
-    """PARD-2 as published, against its formula in transformers."""
+    """PARD-2 as published, against its formula computed with transformers."""
     reference, folder = converted(tmp_path / "target", "Llama-3")
     model, layers = make_target(tmp_path / "draft", "Qwen3"), [-1, -3, -6]
     proj = 10 * torch.randn(H, 3 * H, generator=torch.Generator().manual_seed(3))
@@ -108,13 +108,13 @@ def test_a_parallel_draft_model_with_features(tmp_path, kernels):
 
 
 class Lists:
-    """The algorithm for one sequence, as published: dictionaries and lists."""
+    """The published lookahead algorithm for one sequence, on plain dictionaries and lists."""
 
     def __init__(self, target, rows: list[list[int]], level: int, guesses: int):
         self.target, self.rows, self.level, self.guesses, self.pool = target, rows, level, guesses, {}
 
     def learn(self, text: list[int]) -> None:
-        """Guess what follows each column, with what stands before it in row 0."""
+        """Guess the next token of each column, with its predecessor in row 0."""
         first, new = [text[-1], *self.rows[0][1:]], []
         for c, token in enumerate(first):
             read = text + first[1 : c + 1] + [row[c] for row in self.rows[1:]]
@@ -128,7 +128,7 @@ class Lists:
         self.rows = [*self.rows[1:], new]
 
     def check_window(self, drafted: dict[tuple, int], right: int) -> None:
-        """Each cell stands below the one above it, row 0 is a path below the root."""
+        """Each cell is a child of the one above it; row 0 is a path from the root."""
         for r, row in enumerate(self.rows):
             for c, token in list(enumerate(row))[r == 0 :]:
                 assert drafted[(right,) * c + (right + 1,) * r] == token
@@ -139,8 +139,8 @@ class Lists:
 
 
 @pytest.mark.parametrize("window, level, guesses", [(7, 5, 7), (3, 3, 2), (1, 4, 1)])
-def test_every_step_is_that_of_lists(window, level, guesses):
-    """Over five tokens, so that columns begin alike and repeat; texts at random, one after the other."""
+def test_lookahead_equals_the_reference(window, level, guesses):
+    """Over five tokens, so that columns start alike and repeat; two random texts one after the other."""
     target = small_models(5)[0]
     drafter, whole = Lookahead(5, window, level, guesses), 0
     engine = Engine(target, drafter, max_seq_len=100, compile=False)
@@ -167,7 +167,7 @@ def test_every_step_is_that_of_lists(window, level, guesses):
 
 
 def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:
-    """The score of each path, the best one where two nodes have the same."""
+    """Return the score of each path; of duplicate paths, the best one."""
     found = {}
     for path, score in zip(paths(tree.tokens[b].tolist(), tree.parent[b].tolist()), tree.scores[b].tolist()):
         found[path] = max(score, found.get(path, -9e9))
@@ -175,7 +175,7 @@ def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_best_of_both_are_joined(seed):
+def test_joined_trees_hold_the_best_paths(seed):
     one, other = random_tree(9, 4, seed), random_tree(7, 3, seed + 100)
     joined, twice = join(one, other, 10, 4), join(one, one, 10, 4)
     for b in range(2):
@@ -191,8 +191,10 @@ def test_the_best_of_both_are_joined(seed):
 
 
 @pytest.mark.parametrize("temperature, which", ((0.2, 0), (0.2, 1), (1.0, 0), (1.0, 1)))
-def test_the_surer_one_drafts_as_if_it_were_alone(models, models1, temperature, which):
-    """From the features of its own layers, with noise at all levels, also if those are more than nodes."""
+def test_higher_scores_get_all_nodes(models, models1, temperature, which):
+    """A drafter whose scores are much higher gets all nodes, with features of its own layers and noise at all
+    levels, even with more levels than nodes.
+    """
     trees = []
     for joint in (False, True):
         parts = HeadDrafter(models[1], TreeShape(6, 7, 2)), HeadDrafter(models1[1], TreeShape(6, 2, 3))
@@ -217,7 +219,7 @@ def drafter(request, models, models1) -> HeadDrafter:
 
 
 def engine_of(target, drafter: HeadDrafter, window: int) -> Engine:
-    """An engine whose drafter is a copy, with this window."""
+    """Return an engine whose drafter is a copy with this window."""
     head = copy.deepcopy(drafter.head)
     head.use_target(target)
     head.set_sliding_window(window)
@@ -246,7 +248,8 @@ def test_a_window_as_long_as_the_text_changes_no_draft(models, drafter):
 
 
 def test_what_is_outside_the_window_changes_no_draft(models, drafter):
-    """Keys and values that the last rows cannot see, not even by layers: other ones draft the same."""
+    """Changing keys and values that the last rows cannot see, even through several layers, changes no draft.
+    """
     found = []
     for window, forgotten in ((WINDOW, False), (WINDOW, True), (0, True)):
         engine = engine_of(models[0], drafter, window)

@@ -1,4 +1,6 @@
-"""Speculative output equals plain decoding: every drafter and sampling option, PyTorch and CPU kernels."""
+"""Speculative output equals plain decoding: every drafter and sampling option, in PyTorch and on the CPU
+kernels.
+"""
 import json
 import random
 from itertools import pairwise
@@ -41,7 +43,7 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def asked(golden, models):
-    """Return (requests with every sampling option, their plain outputs, engine options that they need)."""
+    """Return (requests with every sampling option, their plain outputs, the engine options they need)."""
     sampling_options = (*OPTIONS, EVERYTHING, EVERYTHING | {"temperature": 0.8})
     guided = [{"json_schema": SCHEMA}, {"json_schema": SCHEMA, "temperature": 1.0, "min_p": 0.01}]
     made = requests(8, 1, sampling_options) + [
@@ -55,7 +57,8 @@ def asked(golden, models):
 
 @pytest.mark.parametrize("name", cases(SPECULATIVE))
 def test_in_pytorch(models, models1, asked, name):
-    """Requests that join and leave a batch of 3 at random get the output of plain decoding at batch 1."""
+    """Requests that join and leave a batch of 3 at random get the output of plain decoding at batch size 1.
+    """
     (made, expected, options), target = asked, models[0]
     drafter = make_drafter(name, *models, models1[1], lambda model: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False, **options)
@@ -64,7 +67,7 @@ def test_in_pytorch(models, models1, asked, name):
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_a_stop_text_ends_text_and_tokens(golden, temperature):
-    """Everywhere in the text, also in the middle of what a step accepted."""
+    """At any position of the output, also in the middle of an accepted path."""
     fast, inside = load(golden, "eagle3", tree=TreeShape(12, 3, 3), compile=False), False
     settings = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True}
     whole = fast.generate("hello there", **settings)
@@ -84,7 +87,9 @@ FULL_MODELS = "draft-model", "pard"  # drafters that are full models, not heads
 
 @pytest.fixture(scope="module", params=("fp32", "bf16"))
 def on_kernels(request, golden):
-    """Return (make(name): an engine on the CPU kernels, with bf16 heads quantized to w8a8; plain outputs)."""
+    """Return (make(name): an engine on the CPU kernels, with bfloat16 heads quantized to w8a8; plain
+    outputs).
+    """
     llm = load(golden, device="cpu", dtype=request.param, **SIZES)
     target, (raw, _) = llm.target, load_model(golden, "cpu", llm.target.runtime.torch_dtype)
     assert target.model.runs_on_backend and target.backend.step.batch_invariant
@@ -118,7 +123,7 @@ FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2-MoE", "Gemma 4
     pytest.param(name, marks=[pytest.mark.expensive] * (name != "Qwen3-Next")) for name in FAMILIES
 ])
 def family(request, tmp_path_factory):
-    """Return (target on kernels, raw target, [EAGLE-3, EAGLE-1 head], requests, plain outputs)."""
+    """Return (target on the kernels, unpacked target, [EAGLE-3, EAGLE-1 head], requests, plain outputs)."""
     made = tmp_path_factory.mktemp("family")
     _, folder = converted(made, request.param, "fp32")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
@@ -136,7 +141,7 @@ def family(request, tmp_path_factory):
     for name in SPECULATIVE
 ])
 def test_families(family, name):
-    """As `test_in_pytorch`, on the CPU kernels and for every model family."""
+    """Like `test_in_pytorch`, on the CPU kernels and for every model family."""
     target, raw, heads, asked, expected = family
     if target.is_recurrent and name in FULL_MODELS:
         return  # refused, see tests/checkpoint/test_families.py
@@ -169,8 +174,8 @@ GROUPED = {  # groups of 32 divide them
     pytest.param(name, mode, kind, marks=[pytest.mark.expensive] * ((name, mode, kind) not in QUICK))
     for name, kind in (*((name, "eagle3") for name in (*PUBLISHED, *FAMILIES[2:4])), *OWN_HEADS)
     for mode in ("bf16", "int8", "int4")])
-def test_families_in_few_bits(tmp_path, name, mode, kind):
-    """In bfloat16 over caches in int8, and quantized to int8 and int4 with their heads."""
+def test_quantized_families(tmp_path, name, mode, kind):
+    """In bfloat16 with an int8 cache, and with targets and heads quantized to int8 and int4."""
     if name in PUBLISHED:
         folder = convert_published(tmp_path, name, "bf16")
     else:
@@ -203,8 +208,9 @@ PROMPT = [256, *b"Once upon a time there was a lighthouse keeper"]
     ("fp8", Float8Caches, "bf16"), pytest.param("fp8", Float8Caches, "fp32", marks=pytest.mark.slow),
     *(pytest.param("int8", Int8Caches, dtype, marks=pytest.mark.kernels) for dtype in ("bf16", "fp32")),
 ])
-def test_text_is_plain_text(golden, kv, kind, dtype):
-    """Three texts in two places, one sampled, over two blocks of slots, with accepted paths that leave gaps.
+def test_speculative_equals_plain(golden, kv, kind, dtype):
+    """Three requests in a batch of two, one of them sampled, over two blocks of cache slots, with accepted
+    paths that leave gaps.
     """
     target = load_target(golden, Runtime("cpu", dtype, compile=kv == "int8", kv=kv))
     plain = target.engine(DraftOptions(), max_seq_len=130)
@@ -220,7 +226,7 @@ def test_text_is_plain_text(golden, kv, kind, dtype):
     assert requests[2].cached == len(PROMPT) - 1
 
 
-def test_numbers_are_rounded_and_what_is_too_large_is_the_largest():
+def test_float8_rounding():
     x = torch.tensor([449.0, -1e9, torch.inf, 0.001, 2**-10, 3.4, torch.nan])
     assert from_bytes(to_bytes(x), x.dtype)[:6].tolist() == [448, -448, 448, 2**-9, 0, 3.5]
     assert from_bytes(to_bytes(x), x.dtype)[6].isnan()

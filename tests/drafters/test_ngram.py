@@ -1,4 +1,4 @@
-"""N-gram matching: the continuations it proposes are those a plain search finds, in each of its sources."""
+"""N-gram drafting: proposed continuations equal those of a naive search, for each source."""
 import json
 import math
 import random
@@ -18,7 +18,7 @@ from tree import Tree
 
 
 def places(text: list[int], shortest: int, longest: int) -> list[tuple[int, int]]:
-    """(Tokens that match, where) of all earlier places, the best first."""
+    """Return (matching tokens, position) of all earlier occurrences, best first."""
     last, found = len(text) - 1, []
     for p in range(last):
         same = 0
@@ -30,7 +30,7 @@ def places(text: list[int], shortest: int, longest: int) -> list[tuple[int, int]
 
 
 def searched(text: list[int], lengths, shortest: int, longest: int) -> list[list[int]]:
-    """The longest match first, then the latest; different first tokens."""
+    """Return continuations by longest match, then most recent, with distinct first tokens."""
     last, found, begun = len(text) - 1, [], set()
     for _, p in places(text, shortest, longest):
         if len(found) < len(lengths) and text[p + 1] not in begun:
@@ -41,14 +41,14 @@ def searched(text: list[int], lengths, shortest: int, longest: int) -> list[list
 
 
 def has_match(tree: Tree) -> bool:
-    """True if a first token is accepted more often than once in five times."""
+    """True if some first token has an expected acceptance above 0.2."""
     return bool((tree.scores[:, 1] > math.log(0.2)).any())
 
 
 @pytest.mark.parametrize(
     "lengths, shortest, longest", [((7, 3, 1), 2, 4), ((4, 4), 1, 2), ((5,), 3, 3), ((2, 2, 2, 2), 1, 1)]
 )
-def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
+def test_equals_naive_search(lengths, shortest, longest):
     g = torch.Generator().manual_seed(1)
     texts = [
         torch.randint(0, k, (n,), generator=g).tolist() for k in (2, 3, 6) for n in (1, 2, 5, 17, 40, 55)
@@ -66,8 +66,8 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
     assert 0 < hits < len(texts) or longest == 1
 
 
-def test_without_a_match_the_step_is_a_plain_one(models):
-    """On a CPU the tree is not even verified; the golden target repeats itself, and is drafted then."""
+def test_no_match_is_a_plain_step(models):
+    """On a CPU there is no verification then; the golden target repeats itself later, and drafts are made."""
     drafter = NGram(min_match=4)
     scheduler = CostScheduler(Tuner((drafter.shape, drafter.shape), costs=NOMINAL_COSTS))
     engine = Engine(models[0], drafter, compile=False, max_seq_len=200, scheduler=scheduler)
@@ -76,7 +76,7 @@ def test_without_a_match_the_step_is_a_plain_one(models):
 
 
 def test_finished_requests_are_searched_too():
-    """As a text before the request's own, except across their ends; the oldest tokens are forgotten."""
+    """Matches do not cross the end of a request; the oldest tokens are dropped."""
     drafter, state = NGram(history=12), state_of([[1, 2, 3], [7, 8, 9]])
     slots, tokens = torch.arange(60), [[9, 1, 2, 3, 4, 5], [7, 8, 9], [8, 9, 6, 5]]
 
@@ -96,7 +96,7 @@ def test_finished_requests_are_searched_too():
 
 
 def test_a_batch_shares_its_history(models):
-    """A request that is asked again is drafted from the answer that it had."""
+    """A repeated request is drafted from its earlier answer."""
     engine = Engine(models[0], NGram(history=400), batch=2, compile=False, max_seq_len=200)
     prompt, sampling = list(b"abcdefgh"), Sampling(40, 1.0, seed=3)
     first, again = (engine.generate([prompt], sampling)[0] for _ in range(2))
@@ -137,7 +137,7 @@ def test_the_most_common_continuation_is_drafted_first():
 
 
 def test_a_token_file_is_written_and_drafts(golden, llm, tmp_path):
-    """From text, JSON lines and training shards, among them what the target will write."""
+    """From text, JSON lines and training shards; one of them holds what the target will generate."""
     plain = llm.generate("abc abd abe. abc", raw=True, max_new_tokens=40)
     (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
     rows = ({"text": "abc"}, {"prompt": "what"}, {"ids": plain.ids}, {"left_out": 5})

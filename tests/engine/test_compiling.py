@@ -23,9 +23,9 @@ def small():
     return small_models()
 
 
-def test_the_compiled_step(small):
-    """The trees of the step in PyTorch; requests of many lengths without another compilation; the caches of
-    torch, which earlier runs may have filled, hold what the next process needs.
+def test_compiled_step(small):
+    """Its trees equal those of the eager step; requests of many lengths do not recompile; a second process
+    finds everything in torch's caches, which earlier runs may have filled.
     """
     from torch._dynamo.utils import counters
 
@@ -56,7 +56,7 @@ def test_the_compiled_step(small):
 
 
 def test_one_graph_for_all_slots_and_chunks(small, monkeypatch):
-    """Views of another slot of the batch, and prompt chunks of another size, are not compiled again."""
+    """Neither another slot of the batch nor another prompt chunk size recompiles."""
     compile_graph, made = graphs.compile_graph, []
 
     def counted(function, **options):
@@ -73,9 +73,9 @@ def test_one_graph_for_all_slots_and_chunks(small, monkeypatch):
 
 
 @pytest.mark.parametrize("whole_first, name", ((False, "plain"), (True, "eagle3 window")))
-def test_a_span_may_be_all_slots(whole_first, name):
-    """One graph serves every live_slots, the longest too: a cache that ended there would be another layout to
-    dynamo (batches of two and more failed).
+def test_live_slots_may_be_all_slots(whole_first, name):
+    """One graph serves every number of live slots, including all of them: a view of the whole cache has
+    another layout for dynamo, which failed for batches of two and more.
     """
     target, head = small_models(layers=4)
     drafter = make_drafter(name, target, head, head, lambda heads: None)

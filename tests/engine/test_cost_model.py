@@ -1,4 +1,4 @@
-"""The scheduler drafts what reduces latency under the present load."""
+"""The scheduler chooses plain steps or trees by measured cost and acceptance."""
 import random
 
 import pytest
@@ -13,10 +13,8 @@ from tree import TreeShape
 
 
 class Machine:
-    """Decodes one simulated request.
-
-    A step takes `plain` milliseconds; drafts take `head`, and more for each level and each node. The top-1
-    draft token is accepted as often as it says, times `ease`.
+    """Simulates decoding of one request. A plain step takes `plain` milliseconds; drafting adds `head`, and
+    more per level and per node. The top-1 draft token is accepted with its own probability times `ease`.
     """
 
     def __init__(self, tuner: Tuner, temperature: float = 0.0, **seconds):
@@ -27,7 +25,9 @@ class Machine:
         self.ease = 1.0
 
     def drafted(self, choice: TreePlan, chance: float) -> tuple[Size, list[float]]:
-        """The size of the tree, and the chances of its first path: each node's best child is that likely."""
+        """Return the size of the tree and the probabilities along its first path, where each best child has
+        this one.
+        """
         (shape, costs), k = choice, choice.shape.width
         scores = [torch.tensor([[chance, *((1 - chance) / 9 for _ in range(k - 1))]]).log()]
         while len(scores) <= shape.depth and costs.expand(scores[-1], k):
@@ -37,7 +37,7 @@ class Machine:
         return Size(kept + 1, len(scores) - 1), [chance] * sum(first for _, first in best[:kept])
 
     def step(self) -> Size | None:
-        """One step; returns the size of its tree."""
+        """Run one step; return the size of its tree."""
         choice = self.tuner.next([self.request], 1)
         s, emitted, chance = self.seconds, 1, self.draw.choice((0.4, 0.95))
         size, path = self.drafted(choice, chance) if choice else (Size(1, 0), [])
@@ -61,7 +61,7 @@ class Machine:
 
 
 def rehearsed(temperature: float = 0.0, **seconds) -> Machine:
-    """A machine on which each kind of step has been tried."""
+    """Return a machine on which each kind of step has been timed."""
     machine = Machine(Tuner(), temperature, **seconds)
     machine.tuner.run_trials(1, temperature > 0, machine.step)
     machine.tuner.start(machine.request)
@@ -79,7 +79,7 @@ SLOW = {"head": 9.0, "level": 5.0, "node": 5.0}  # drafting increases latency
     # Other work makes drafting slower than plain steps, and later no longer.
     [({}, 1.0, 60, 50, True), (SLOW, 1.0, 300, 80, False), ({}, 1.0, 60 * MIN_PROBE_INTERVAL, 40, True)],
 ], ids=("pays", "slow", "never", "hard", "slower"))
-def test_the_faster_kind_is_taken(phases, temperature):
+def test_faster_kind_of_step_is_chosen(phases, temperature):
     machine = rehearsed(temperature, **phases[0][0])
     usual = Machine(machine.tuner).seconds
     for seconds, machine.ease, steps, last, drafts in phases:
@@ -88,8 +88,8 @@ def test_the_faster_kind_is_taken(phases, temperature):
         assert sum((size is not None) == drafts for size in taken) > 0.7 * last
 
 
-def test_a_tree_is_as_large_as_pays():
-    """Larger where nodes and levels cost less, where the text is easier, and where a guess is surer."""
+def test_tree_size_follows_cost_and_acceptance():
+    """Larger if nodes and levels are cheaper, the text is easier, or the draft is more confident."""
     def mean(at: int, **seconds) -> float:
         sizes = [size for size in rehearsed(**seconds).run(300) if size]
         return sum(size[at] for size in sizes) / len(sizes)
@@ -104,9 +104,9 @@ def test_a_tree_is_as_large_as_pays():
     assert easy.keep(scores - 2) < easy.keep(scores)
 
 
-def test_drafts_that_are_never_accepted_are_tried_ever_less():
-    """In a text, and in the next one, which begins with a few drafts all the same if it is easy. A
-    temperature tells nothing of another.
+def test_rejected_drafts_back_off():
+    """Within a request and in the next one, which still starts with a few drafts if it is easy. Estimates are
+    separate per temperature.
     """
     hard = rehearsed(1.0)
     hard.ease = 0.0
@@ -121,7 +121,7 @@ def test_drafts_that_are_never_accepted_are_tried_ever_less():
 
 
 def test_probes_of_expensive_drafts_lose_one_percent():
-    """Over many short requests, after one that has learned. A cheap draft is probed in each."""
+    """Over many short requests, once acceptance is known. A cheap draft is probed in each request."""
     for head, most in ((35.0, 0.015 * 4000), (1.0, 0.1 * 4000)):
         machine, lost, tried = rehearsed(head=head), 0.0, 0
         machine.ease = 0.0
@@ -135,8 +135,8 @@ def test_probes_of_expensive_drafts_lose_one_percent():
         assert 0 < lost < most and (head > 9 or tried > 15), (head, lost, tried)
 
 
-def test_costs_are_those_of_real_steps():
-    """What was tried; everything or nodes alone slower than then; single steps that are late."""
+def test_costs_follow_measured_steps():
+    """As measured in trials; when all steps, or only nodes, become slower; with single outliers."""
     def took(size: Size, nodes: float = 1.0) -> float:
         return 11 + 0.5 * size.levels + nodes * 0.3 * (size.nodes - 1)
 
@@ -157,8 +157,8 @@ def test_costs_are_those_of_real_steps():
     assert costs.seconds(Size(1, 0), False) == pytest.approx(1.3 * plain, rel=0.01)
 
 
-def test_other_numbers_of_sequences():
-    """Between those that ran, and beyond."""
+def test_costs_of_other_batch_sizes():
+    """Costs are interpolated between measured batch sizes and extrapolated beyond."""
     tuner = Tuner()
     for count in (2, 6):
         size = Size(cost_model.MAX_FLAT_NODES, 1)
@@ -170,8 +170,8 @@ def test_other_numbers_of_sequences():
     assert [more.seconds(s, True) for s in (Size(1, 0), size)] == pytest.approx([72, 72 + 6 + 24])
 
 
-def test_costs_that_were_guessed_are_tried_all_the_same():
-    """A step that samples may run before its kind is tried, as at warm-up. Nothing is tried twice."""
+def test_estimated_costs_are_measured_later():
+    """A sampled step may run before its kind is timed, as in warm-up. Nothing is timed twice."""
     machine, ran = Machine(Tuner(), 1.0), []
     machine.tuner.run_trials(1, False, Machine(machine.tuner).step)
     machine.run(2)
@@ -181,8 +181,8 @@ def test_costs_that_were_guessed_are_tried_all_the_same():
     assert len(ran) == steps > len(TRIALS)
 
 
-def test_several_texts_pay_together():
-    """Two texts pay twice the price of a node; one that is held still pays nothing."""
+def test_node_costs_of_a_batch():
+    """With two requests a node costs twice as much; one that is frozen costs nothing."""
     tuner = rehearsed().tuner
     requests = [Request([1] * 20, Sampling()) for _ in range(2)]
     for slot, request in enumerate(requests):
@@ -194,7 +194,7 @@ def test_several_texts_pay_together():
     assert one.confidence[0] > 0 and one.confidence.tolist()[1:] == [0, 0] and both.confidence[2] == 0
 
 
-def test_large_trees_are_not_tried_where_they_cannot_pay():
+def test_large_trees_that_cannot_pay_are_not_tried():
     ran = []
     machine = Machine(Tuner(), node=3.0)
     machine.tuner.run_trials(1, False, lambda: ran.append(machine.step()))
@@ -204,8 +204,8 @@ def test_large_trees_are_not_tried_where_they_cannot_pay():
     assert not more and turns > cost_model.MIN_TRIAL_ROUNDS
 
 
-def test_a_compiled_tree_is_drafted_while_it_pays():
-    """One size, and no costs."""
+def test_compiled_tree_of_fixed_size():
+    """The tree has a fixed size, and the step gets no node costs."""
     shape = MAX_TREES[1]
     tuner, request = Tuner((shape, shape), prunes=False), Request([1] * 20, Sampling())
     kinds = []
@@ -233,7 +233,8 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
     ({0: 10, 8: 12, 16: 15, 60: 40}, (8, 8, 0)),  # a small card
 ))
 def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees):
-    """From what one tree brings, what the others would; also that drafting does not pay."""
+    """The gain of other trees is predicted from that of the one in use; the choice may also be not to draft.
+    """
     shapes = TreeShape(16, 4, 5), TreeShape(8, 2, 4), TreeShape(60, 7, 10)
     tuner, request = Tuner(shapes, prunes=False), Request([1] * 20, Sampling())
     chosen = []
@@ -258,8 +259,10 @@ def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees)
 
 
 @pytest.mark.parametrize("head", (False, True))
-def test_without_drafts_trust_returns(head):
-    """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
+def test_confidence_recovers_without_drafts(head):
+    """While nothing is drafted, confidence recovers, so that drafting is tried again; acceptance estimates
+    are kept.
+    """
     acceptance = Acceptance(0.7, 1.0, 0.2, decay=REQUEST_DECAY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)

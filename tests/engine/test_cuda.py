@@ -1,5 +1,5 @@
-"""On a GPU: every drafter's text through captured graphs is plain text, in float32 token for token, else but
-for near ties. A step is one launch that waits for nothing; memory does not grow.
+"""On a GPU: output of every drafter through CUDA graphs equals plain output, token for token in float32, else
+up to near ties. A step is one graph launch without synchronization; memory does not grow.
 """
 import os
 
@@ -26,7 +26,7 @@ SAMPLINGS = [[Sampling(80, temperature, seed=seed) for seed in range(3)] for tem
 
 @pytest.fixture(scope="module")
 def subject(golden, request) -> tuple[Target, list[list[int]], list]:
-    """Of (model, dtype): a target on the GPU, prompts, and what it writes plainly for each of SAMPLINGS."""
+    """Return (a target on the GPU, prompts, its plain output for each of SAMPLINGS) for a model and dtype."""
     model, dtype = request.param
     folder = SMOLLM2 if model == "smollm2" else golden
     if not folder.is_dir():
@@ -47,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("subject, name", CASES, indirect=["subject"])
-def test_text_is_plain_text(subject, name):
+def test_speculative_equals_plain(subject, name):
     (target, prompts, written), heads, before = subject, {}, None
     for kind in ("eagle3", "eagle"):
         if (target.checkpoint / kind).is_dir():
@@ -69,7 +69,7 @@ def test_text_is_plain_text(subject, name):
 
 
 def check_capture(engine: Engine, prompts: list[list[int]]) -> None:
-    """Prefill and step are captured; a step is one launch, and waits for nothing."""
+    """Prefill and step are captured; a step is one launch and does not synchronize."""
     from torch.profiler import ProfilerActivity, profile
 
     assert {key[0] for key in engine.runner.captured.graphs} == {"prefill", "step"}

@@ -1,5 +1,5 @@
-"""The engine on the golden models, in float32: plain text, exact ends; requests that come and go, each with
-the text that it has alone. The reference's trees: tests/test_core.py.
+"""The engine on the golden models in float32: output equals plain decoding; requests join and leave without
+changing others. Trees against the reference: tests/test_core.py.
 """
 import random
 
@@ -27,7 +27,7 @@ SHAPES = [TreeShape(8, 2, 3), TreeShape(24, 5, 6)]
 
 @pytest.mark.slow
 def test_coupling_helps(models):
-    """Statistical, seed fixed: with the shared noise the head guesses the target's samples more often."""
+    """Statistical, with a fixed seed: with shared Gumbel noise more of the target's samples are drafted."""
     texts, sampling = prompts(24, seed=3), [Sampling(40, temperature=1.0, seed=s) for s in range(24)]
 
     def decoded(coupled):
@@ -65,7 +65,9 @@ def test_ends_are_exact(models, shape):
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_logprobs_are_the_targets(models, temperature):
-    """Against a pass over the whole text; before penalties. Those of the prompt too, which is read anew."""
+    """Against one pass over the whole text, before penalties; also of the prompt, which is then not taken
+    from the prefix cache.
+    """
     target, _ = models
     prompt = prompts(1, seed=24, shortest=90, longest=90)[0]
     request = Sampling(25, temperature, logprobs=4, frequency_penalty=1, seed=2)
@@ -89,7 +91,7 @@ def test_logprobs_are_the_targets(models, temperature):
 
 @pytest.fixture(scope="module")
 def asked(models):
-    """Requests, and what each emits alone."""
+    """Return requests, and the output of each alone."""
     made = requests(12, seed=3)
     return made, alone(models, made)
 
@@ -98,10 +100,10 @@ def asked(models):
 @pytest.mark.parametrize("name, batch, lag, few", (
     ("eagle3", 1, 0, False), ("eagle3", 5, 1, True), ("lookahead", 2, 2, False), ("lookup", 5, 1, True),
 ))
-def test_whatever_else_is_running(models, models1, asked, name, batch, lag, few):
-    """Also where the host learns late what was emitted, and texts are left in the middle. While a plain
-    request decodes, nobody drafts. few: as captured ones on a GPU, there are steps for few numbers of
-    sequences, from the first row on, and what was called first for a key runs for it ever after.
+def test_output_does_not_depend_on_the_batch(models, models1, asked, name, batch, lag, few):
+    """Also when the host reads results one step late and requests are cancelled. While a plain request
+    decodes, drafting is off. few: as with captured graphs on a GPU, steps exist for a few batch sizes only,
+    starting at row 0, and the first call for a key is replayed forever.
     """
     drafter, calls = make_drafter(name, *models, models1[1], lambda heads: None), {}
     options = {"lag": lag, "batch_sizes": (2, 5) if few else None, "max_seq_len": 300, "compile": False}
@@ -123,8 +125,10 @@ def test_whatever_else_is_running(models, models1, asked, name, batch, lag, few)
     assert sum(one.trees.values()) < 39 or name == "lookup"
 
 
-def test_a_text_is_read_once(models):
-    """The next turn of a chat, and another text that begins alike while the first is being written."""
+def test_prefix_cache(models):
+    """The prefix cache serves the next turn of a chat, and a prompt that shares its start with a running
+    request.
+    """
     engine = speculative(models, SHAPE, batch=3)
     prompt = prompts(1, seed=5, shortest=100, longest=100)[0]
     first = engine.admit(prompt, Sampling(20))
@@ -142,7 +146,7 @@ def test_a_text_is_read_once(models):
     check_texts([text.ids for text in texts], alone(models, made), made)
 
 
-def test_others_decode_while_a_prompt_is_read(models):
+def test_chunked_prefill_does_not_block_decoding(models):
     engine = speculative(models, SHAPE, batch=2, chunks=(16,))
     first = engine.admit([1, 2, 3], Sampling(100))
     while not first.ids:
@@ -158,21 +162,21 @@ def test_others_decode_while_a_prompt_is_read(models):
 
 
 def scheduler_of(*shapes, choose) -> CostScheduler:
-    """A scheduler that takes the tree that `choose(requests, count)` returns, whatever it costs here."""
+    """Return a scheduler that uses the tree `choose(requests, count)` returns, whatever the costs."""
     scheduler = CostScheduler(Tuner(shapes, prunes=False))
     scheduler.tuner.next = lambda *step: (shape := choose(*step)) and TreePlan(shape)
     return scheduler
 
 
 def trees(engine: Engine, prompt: list[int]) -> list[list[int]]:
-    """The tokens of the trees of a text's steps: they depend on all that the head has read."""
+    """Return the tokens of each step's tree: they depend on everything the head has read."""
     return [draft.tokens for draft in drafts(engine, prompt, Sampling(30))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tuned", (False, True))
 def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
-    """Only the new turn is read, and the head knows what was decoded without it."""
+    """Only the new turn is computed, and the head catches up on tokens decoded without it."""
     scheduler = scheduler_of(SHAPE, choose=lambda requests, count: SHAPE) if tuned else None
     engine = speculative(
         models, SHAPE, batch=2, max_seq_len=600, scheduler=scheduler, plain_requests=not tuned)
@@ -187,9 +191,9 @@ def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
 @pytest.mark.slow
 @pytest.mark.parametrize("room, temperature", ((64, 0.0), (512, 1.0)))
 def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temperature):
-    """Large for one, small for two, none for more: a request that ends is replaced, until nobody waits.
-
-    room: for tokens that the head has not read; requests in a crowd have more of them, or fewer.
+    """Large for one request, small for two, no drafts for more; finished requests are replaced until the
+    queue is empty. room: maximum of tokens that the head has not read; at large batches there are more than
+    that, or fewer.
     """
     monkeypatch.setattr(engines, "MAX_UNREAD_TOKENS", room)
     large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
@@ -219,8 +223,8 @@ def tuned(models, drafter=None, max_seq_len=300, **options) -> Engine:
 
 @pytest.mark.parametrize("temperature", (0.0, 1.7))
 @pytest.mark.parametrize("warm", (False, True))
-def test_trees_are_chosen_without_a_rehearsal(models, warm, temperature):
-    """Requests become fewer while no step of so few sequences has been timed."""
+def test_tree_choice_without_timings(models, warm, temperature):
+    """The batch shrinks to sizes whose steps have never been timed."""
     engine, texts = tuned(models, batch=4), prompts(9, seed=4)
     if warm:
         engine.warm_up()  # greedy: steps with noise are not timed
@@ -244,7 +248,7 @@ def test_caches_of_few_tokens(models, kind, room):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_anywhere(models, seed):
-    """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
+    """Wherever it interrupts, no slot is lost, and later requests decode correctly."""
     draw = random.Random(seed)
     texts, batch = prompts(8, seed=3, longest=90), draw.choice((1, 3))
     kinds = *map(TreePlan, MAX_TREES), None, None
@@ -281,8 +285,8 @@ def test_ctrl_c_anywhere(models, seed):
     assert 0 < interrupted < 20
 
 
-def test_steps_are_timed_where_the_host_reads_late(models):
-    """As on a GPU, where `--tree auto` has nothing but the trials of the warmup to go by."""
+def test_steps_are_timed_with_lag(models):
+    """As on a GPU, where `--tree auto` has only the warm-up's trials."""
     engine = tuned(models, lag=1)
     engine.scheduler.tuner = Tuner((SMALL, SMALL), prunes=False)
     engine.scheduler.attach(engine)
@@ -291,7 +295,7 @@ def test_steps_are_timed_where_the_host_reads_late(models):
 
 
 def test_lookup_alone_drafts_deeper_than_the_joint_tree(models):
-    """Buffers are as large as the longest commit of any drafter that a step may run."""
+    """Buffers fit the longest commit of any drafter that a step may use."""
     small = TreeShape(3, 1, 1)
     scheduler = CostScheduler(Tuner((small, small)))
     scheduler.tuner.next = lambda requests, count: None  # the head is off: lookup drafts alone

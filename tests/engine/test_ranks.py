@@ -1,6 +1,6 @@
-"""A target sharded over several processes gives the texts of one, in float32, token for token.
+"""Tensor parallelism: several processes give the output of one, in float32, token for token.
 
-One group of two processes and one of four decode all cases; see `helpers.ranked`.
+One group of two processes and one of four run all cases; see `helpers.ranked`.
 """
 import json
 
@@ -33,8 +33,8 @@ EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
 
 @pytest.fixture(scope="module")
 def folder(golden, tmp_path_factory):
-    """Converted: each of `SHARDED` with heads, a target in each precision, one of sizes that neither two nor
-    four divide, and the golden one.
+    """Converted targets: each of `SHARDED` with heads, one in each precision, one whose sizes neither 2 nor 4
+    divide, and the golden one.
     """
     made, work = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("sources")
     for name in SHARDED:
@@ -57,7 +57,7 @@ def folder(golden, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The texts of one process."""
+    """Outputs of a single process."""
     return json.loads(json.dumps(everything(folder)))
 
 
@@ -65,7 +65,7 @@ def alone(folder):
     scope="module", params=[2, pytest.param(4, marks=pytest.mark.expensive)], ids="{} ranks".format
 )
 def sharded(request, folder, tmp_path_factory):
-    """The texts of so many processes."""
+    """Outputs of this many processes."""
     out = tmp_path_factory.mktemp("texts") / "texts.json"
     launch = *TORCHRUN, "--standalone", "--nproc-per-node", request.param
     run(*launch, "-m", "helpers.ranked", folder, out, timeout=900)

@@ -1,8 +1,6 @@
-"""The noise, what a request does to logits, and the sampler, by statistics with fixed seeds: what fails here
-fails always, and nothing fails by chance.
-
-Thresholds are quantiles of the chi-square distribution at 1e-6: a correct generator with another seed would
-pass all of them with probability above 0.9999.
+"""Gumbel noise, logits processing and the sampler, by statistics with fixed seeds, so that results are
+deterministic. Thresholds are quantiles of the chi-square distribution at 1e-6: a correct generator with
+another seed would pass all of them with probability above 0.9999.
 """
 import math
 
@@ -17,8 +15,8 @@ from engine.step import Step, process_logits
 from tree import TreeShape, depth_and_ancestors
 
 
-def test_noise_is_what_it_was():
-    """Its bits, which passed tests of uniformity and independence, are part of what a seed means."""
+def test_noise_bits_are_stable():
+    """Its bits passed tests of uniformity and independence, and outputs of a seed depend on them."""
     key, positions = seed_keys([0, 2**40 + 5, -1]), torch.tensor([[0, 7], [3, 2**20], [1, 2]])
     assert seed_keys([-1]).equal(seed_keys([2**64 - 1])) and key[1].tolist() == [5, 256]
     assert random_bits(key, positions, 50_000)[:, :, [0, 1, -1]].tolist() == [
@@ -35,7 +33,7 @@ def test_noise_is_what_it_was():
 
 
 def reference_restrict(logits, temperature, top_k, top_p):
-    """Sorted, one row at a time, in float64."""
+    """By sorting, one row at a time, in float64."""
     keep = torch.ones_like(logits, dtype=torch.bool)
     if temperature > 0:
         if 0 < top_k < logits.numel():
@@ -49,7 +47,9 @@ def reference_restrict(logits, temperature, top_k, top_p):
 
 
 def shaped(logits, prompt: list[int], output: list[int], request: Sampling) -> torch.Tensor:
-    """The logits [V] of the token after prompt and output: moved one by one, then restricted."""
+    """Return the logits [V] after prompt and output: biases and penalties one by one, then top-k, top-p and
+    min-p.
+    """
     logits, bias, repeated = logits.double(), dict(request.logit_bias), request.repetition_penalty
     for token, x in enumerate(logits.tolist()):
         x, times = x + bias.get(token, 0.0), output.count(token)
@@ -74,8 +74,9 @@ REQUESTS = [
 ]
 
 
-def test_every_node_is_the_end_of_its_path():
-    """Logits of random trees in which tokens repeat, on a path and beside it, under options of all sorts."""
+def test_logits_of_tree_nodes_follow_their_path():
+    """Logits of random trees with repeated tokens, on a path and off it, with many combinations of options.
+    """
     draw, B, T, V = torch.Generator().manual_seed(2), len(REQUESTS), 10, 12
     for _ in range(8):
         parent = torch.stack([torch.randint(0, max(i, 1), (B,), generator=draw) for i in range(T)], 1)
@@ -98,7 +99,7 @@ def test_every_node_is_the_end_of_its_path():
 
 @pytest.mark.parametrize("temperature", (1e-38, 1e-30, 1e-4))
 def test_a_tiny_temperature_keeps_the_top_token(temperature):
-    """Divided by it, logits are infinite."""
+    """Logits divided by it overflow to infinity."""
     logits, more = torch.tensor([[[-50.0, 30.0, 20.0, -90.0]]]), (torch.tensor([0]), torch.tensor([0.9]))
     kept = restrict(logits, torch.tensor([temperature]), *more)
     assert kept.isfinite().tolist() == [[[False, True, False, False]]]

@@ -1,5 +1,6 @@
-"""The real demo model with its real head. Skipped until `make fetch` (or `make demo`) has put it into
-checkpoints/; CI does that first.
+"""The demo model with its trained head.
+
+Skipped until `make fetch` (or `make demo`) has downloaded it into checkpoints/; CI does that first.
 """
 import json
 
@@ -17,7 +18,7 @@ pytestmark = [
 
 
 def test_text_of_the_demo_model():
-    """Its stop ids, template and context; drafted text is plain text."""
+    """Stop ids, chat template and context length; speculative output equals plain output."""
     config = json.loads((FOLDER / "config.json").read_text())
     assert set(config["stop_ids"]) == {0, 2} and config["max_seq_len"] == 8192
     plain = load(FOLDER, dtype="fp32", compile=False)

@@ -37,7 +37,7 @@ MODES = {"greedy": Modes(), "everything": Modes(True, True, True, True, True)}
 
 
 class Watched(TorchDispatchMode):
-    """Collects the operators that a step on a device may not call if it is to be captured."""
+    """Records operators that must not run in a step that is to be captured."""
 
     def __init__(self, device: str):
         super().__init__()
@@ -56,7 +56,7 @@ class Watched(TorchDispatchMode):
 
 
 class Uploads(TorchFunctionMode):
-    """Collects what becomes a tensor of numbers of the host: copied from there, not computed."""
+    """Records tensors that are made from host values: copied to the device, not computed on it."""
 
     def __init__(self):
         super().__init__()
@@ -73,9 +73,9 @@ class Uploads(TorchFunctionMode):
 
 @pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", cases())
-def test_a_step_waits_for_nothing(name, modes):
-    """On the meta device, where nothing has a value: an operator that asks for one fails, if `Watched` does
-    not see it first.
+def test_step_does_not_synchronize(name, modes):
+    """On the meta device, where tensors have no values: an operator that needs one raises, unless `Watched`
+    finds it first.
     """
     target, head = random_models("tiny", torch.bfloat16, "cpu", None)
     drafter = make_drafter(name, target, head, head, lambda heads: None).to("meta")
@@ -93,7 +93,7 @@ def test_a_step_waits_for_nothing(name, modes):
 
 @pytest.mark.parametrize("name", cases())
 def test_frozen_sequences_do_not_change(name):
-    """A step captured in the middle of a text changes neither the state nor the drafter."""
+    """A step captured in the middle of decoding changes neither the state nor the drafter."""
     target, head = small_models(128, layers=4)
     drafter = make_drafter(name, target, head, head, lambda heads: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
@@ -118,8 +118,8 @@ def test_frozen_sequences_do_not_change(name):
     assert held and [r.ids for r in requests] == alone
 
 
-def test_launches_and_exchanges_upload_nothing(models):
-    """A Python list as an index, or a tensor of one, would wait for the step before on a GPU."""
+def test_no_host_uploads(models):
+    """Indexing with a Python list, or a tensor made from one, would synchronize on a GPU."""
     target, head = models
     engine = Engine(target, HeadDrafter(head, TreeShape(6, 2, 2)), batch=3, max_seq_len=100, compile=False)
     engine.runner.captured = lambda key, call, still: call()
@@ -140,7 +140,7 @@ PATHS = ("PyTorch", pytest.param("kernels", marks=pytest.mark.kernels))
 
 
 class Made(TorchDispatchMode):
-    """Collects the sizes in bytes, and the shapes, of all tensors that operators allocate."""
+    """Records the sizes in bytes, and the shapes, of all allocated tensors."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,8 @@ class Made(TorchDispatchMode):
 
 @torch.no_grad()
 def last_chunk(length: int, on_kernels: bool) -> Made:
-    """What the pass over the last chunk of a prompt makes, the largest of all: it looks back on the others.
+    """Return the allocations of the last chunk of a prompt, the largest of all because it attends to all
+    others.
     """
     shape = ModelArgs(VOCABULARY, 32, 32, 4, GROUP, 1, 16, max_seq_len=2 * length), VOCABULARY, 32
     with patch.dict(SHAPES, narrow=shape):
@@ -177,8 +178,8 @@ def last_chunk(length: int, on_kernels: bool) -> Made:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_memory_of_a_chunk_grows_with_the_text(path):
-    """The largest tensor is the mask: a row of the chunk by the slots of the text, for PyTorch's attention
-    in float32 and for each query head. All that is made together is a few of these.
+    """The largest tensor is the attention mask, chunk rows by slots (for PyTorch's attention in float32 and
+    per query head); the total is a few of these.
     """
     short, long = (last_chunk(length, path == "kernels") for length in (8_192, 32_768))
     width = 1 if path == "kernels" else GROUP * 4  # bytes for each row and slot
@@ -197,13 +198,13 @@ GPU = torch.device("cuda:1")
 
 
 class Graph:
-    """A graph that knows the calls made while it was captured, and keeps nothing alive."""
+    """A fake graph that records calls made during its capture, and keeps no references."""
 
     def replay(self): ...
 
 
 class FakeCuda:
-    """Stands in for torch.cuda. fails: captures raise this error."""
+    """Stands in for torch.cuda. fails: an error that captures raise."""
 
     def __init__(self):
         self.garbage = lambda: None
@@ -242,8 +243,8 @@ def cuda(monkeypatch) -> FakeCuda:
 
 
 def test_captures(cuda):
-    """A capture keeps its inputs, and nothing collects during it. Of what cannot be captured one line says
-    so, and it is called; sequences are held still while it is tried, and not afterwards.
+    """A capture keeps its inputs alive, and garbage collection is off during it. What cannot be captured is
+    reported once and called each time; sequences are frozen during the attempt only.
     """
     lines, still, made, x = [], [], [], torch.ones(3)
     calls, seen, loop = CapturedCalls(GPU, lines.append), weakref.ref(x), Graph()
@@ -274,7 +275,7 @@ def test_captures(cuda):
     assert calls(("read", 1), lambda: 5, held) == 5 and len(lines) == 1, "the next can be captured"
 
 
-def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
+def test_eager_fallback(monkeypatch):
     lines = []
     monkeypatch.setattr(graphs, "compile_graph", lambda function, options: lambda *args: 1 / 0)
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append, lines.append)
@@ -282,8 +283,8 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 2
 
 
-def test_caches_are_free_when_nobody_holds_the_engine(models):
-    """Not only once garbage is collected: until then their memory counts as used."""
+def test_dropping_the_engine_frees_its_caches(models):
+    """Without waiting for garbage collection: until then their memory would count as used."""
     gc.collect()
     gc.disable()
     try:
@@ -299,9 +300,9 @@ def test_caches_are_free_when_nobody_holds_the_engine(models):
 WAYS = ({}, {"plain": True}, {"score_prompt": True}, {"watch": True})
 
 
-def test_ready_is_ready(monkeypatch):
-    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing:
-    with any option, beside a text with other ones.
+def test_warm_up_is_complete(monkeypatch):
+    """After warm-up, a long prompt chunk in the second slot compiles, loads and captures nothing, with any
+    option, next to a request with different ones.
     """
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = HeadDrafter(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes

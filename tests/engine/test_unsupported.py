@@ -27,9 +27,9 @@ def test_a_system_prompt_needs_a_template():
         encode(SimpleNamespace(has_template=False), "text", system="be brief")
 
 
-def test_a_server_takes_as_many_slots_as_fit(target, monkeypatch):
-    """A card with room for four slots serves four of sixteen; as many as were asked for, or an error. Memory
-    that is not known refuses nothing.
+def test_server_slots_fit_in_memory(target, monkeypatch):
+    """A GPU with memory for four slots serves four where sixteen is the default; a number given explicitly
+    must fit. If free memory is unknown nothing is refused.
     """
     make = partial(largest_engine, target, DraftOptions(), max_seq_len=300)
     room = make(batch=4, smallest=4).runner.cache_bytes
@@ -55,7 +55,7 @@ TREE = TreeShape(8, 2, 3)
 
 @pytest.fixture(scope="module")
 def folder(golden, tmp_path_factory) -> Path:
-    """Draft models, which are the target again, and token files, each with something that does not fit."""
+    """Draft models (copies of the target) and token files, each with something that does not match."""
     folder = tmp_path_factory.mktemp("drafts")
     for name in ("renamed", "short", "smaller"):
         shutil.copytree(golden, folder / name)
@@ -86,8 +86,8 @@ def folder(golden, tmp_path_factory) -> Path:
         ("other", "token id 320 is outside the target's vocabulary 0..319"),
     )),
 ], ids=str)
-def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):
-    """What no flag of a command can say, or not in these words; flags are in test_cli_errors.py."""
+def test_invalid_draft_options(llm, folder, monkeypatch, options, words):
+    """Options of the Python API; the commands' flags are tested in test_cli_errors.py."""
     monkeypatch.chdir(folder)
     with refused(words):
         llm.target.engine(DraftOptions(**options), max_seq_len=65)

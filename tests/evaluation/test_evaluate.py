@@ -1,4 +1,4 @@
-"""evaluate.py on the golden target: losslessness, its files, going on."""
+"""evaluate.py on the golden target: losslessness, its files, resuming."""
 import json
 import shutil
 from argparse import Namespace
@@ -16,7 +16,8 @@ EAGLE = ("--speculate", "eagle3,eagle2", "--tree", "eagle3=8,2,3", "--tree", "ea
 
 @pytest.fixture(scope="module")
 def run(golden, tmp_path_factory):
-    """A complete run of two small sets: its folder `out`, beside it `questions`; `go` runs with options."""
+    """A complete run of two small sets in the folder `out`, next to `questions`; `go` runs it with options.
+    """
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "questions").mkdir()
     (folder / "questions" / "one.jsonl").write_text("\n".join(map(json.dumps, ONE)))
@@ -39,7 +40,7 @@ def ids_in(folder) -> dict[tuple, list]:
     return {answer.key: [turn.ids for turn in answer.turns] for answer in answers}
 
 
-def test_a_run_is_lossless_and_complete(run):
+def test_complete_run_is_lossless(run):
     out = run.folder / "out"
     rows = json.loads((out / "table.json").read_text())
     assert {(r["temperature"], r["method"], r["set"]) for r in rows} == {
@@ -52,7 +53,7 @@ def test_a_run_is_lossless_and_complete(run):
     assert "Temperature 1" in (out / "table.md").read_text()
 
 
-def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
+def test_interrupted_run_resumes(run, monkeypatch, capsys):
     stopped, ask, calls = run.folder / "stopped", session.ask, iter(range(1000))
 
     def stops(*args):
@@ -73,7 +74,7 @@ def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
     assert ids_in(stopped) == ids_in(run.folder / "out")
 
 
-def test_a_text_that_differs_fails_the_run(run, capsys):
+def test_different_output_fails_the_run(run, capsys):
     broken = run.folder / "broken"
     shutil.copytree(run.folder / "out", broken)
     answers = [json.loads(line) for line in (broken / "answers.jsonl").read_text().splitlines()]

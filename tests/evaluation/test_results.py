@@ -1,4 +1,4 @@
-"""Results table of evaluate.py, and classification of differences as ties or errors."""
+"""The results table of evaluate.py, and its classification of differences as ties or errors."""
 import dataclasses
 
 import pytest
@@ -52,7 +52,7 @@ def test_the_table_is_the_arithmetic_of_the_answers():
 
 
 def test_ties_and_errors(golden):
-    """A token within rounding of the best is a tie, any other an error, an early end always an error."""
+    """A token within rounding error of the best is a tie; any other, or an early end, is an error."""
     target, _ = load_model(golden)
     prompt = list(b"u:question 3\na:")
     engine = Engine(target, compile=False, max_seq_len=64)

@@ -12,12 +12,12 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 def edit(folder: Path, *without: str, **changes) -> None:
-    """Change the config of a folder. without: keys that go."""
+    """Change the config of a folder. without: keys to remove."""
     file = folder / "config.json"
     config = {key: x for key, x in json.loads(file.read_text()).items() if key not in without}
     file.write_text(json.dumps(config | changes))
 
 
 def refused(words: str):
-    """A context that must raise an InputError whose message begins with these words."""
+    """A context that must raise an InputError whose message starts with these words."""
     return pytest.raises(InputError, match="^" + re.escape(words))

@@ -25,18 +25,18 @@ POINTERS = {
 
 
 def expensive(*cases) -> list:
-    """Cases of a test that run in `make test-all` alone."""
+    """Mark test cases that run in `make test-all` only."""
     cases = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*case, marks=pytest.mark.expensive) for case in cases]
 
 
 def devices(*capabilities: int) -> list:
-    """Compute capabilities; all but an H100's are expensive."""
+    """Compute capabilities; all but an H100's are marked expensive."""
     return [capability if capability == 90 else expensive(capability)[0] for capability in capabilities]
 
 
 class Compiled(NamedTuple):
-    """What a kernel became."""
+    """The result of compiling a kernel."""
 
     shared: int  # bytes of shared memory of a program
     registers: int  # of a thread
@@ -51,11 +51,10 @@ def compile_for(
     capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3,
     pdl: bool = False,
 ) -> Compiled:
-    """Compile `kernel` for a GPU of this compute capability, one of `SHARED`.
-
-    given: for every argument a dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any
-    i32" (any integer), 1 (this integer, for which Triton compiles a kernel of its own), None (no
-    tensor), "fp32", or, for the compile-time constants, the value. pdl: for programmatic dependent launch.
+    """Compile `kernel` for a GPU of this compute capability, one of `SHARED`. given: for every argument a
+    dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any i32" (any integer), 1 (this
+    integer, for which Triton specializes), None (no tensor), "fp32", or, for compile-time constants, the
+    value. pdl: for programmatic dependent launch.
     """
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(kernel.params):

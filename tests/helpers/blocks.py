@@ -1,4 +1,4 @@
-"""Random block heads in published layouts, and a plain reference of the papers.
+"""Random block heads in published layouts, and a slow reference written from the papers.
 
 The reference reads the published tensors, recomputes the whole sequence at every step, and grows trees level
 by level: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P-EAGLE 2602.01469.
@@ -23,9 +23,8 @@ LABELS = (
 
 
 def published(label: str, target: Transformer, draft: int | None = None):
-    """(Tensors, config) of a random head of one of LABELS, as published. draft: size of its vocabulary.
-
-    It is surer of what it says than random numbers are, so that trees are deep.
+    """Return (tensors, config) of a random head of one of LABELS, as published. draft: draft vocabulary size.
+    Weights are scaled to give confident predictions, so that trees are deep.
     """
     g, H, V = torch.Generator().manual_seed(0), target.args.hidden_size, target.args.vocab_size
     block, D, is_p_eagle = 5, draft or V, label == "p-eagle"
@@ -100,7 +99,7 @@ def published(label: str, target: Transformer, draft: int | None = None):
 
 
 class Reference:
-    """What a published head drafts after a text, one text at a time."""
+    """What a published head drafts, one text at a time."""
 
     def __init__(self, tensors: dict[str, Tensor], config: dict, target: Transformer):
         self.t, self.target = tensors, target
@@ -117,11 +116,11 @@ class Reference:
         return plain_layer(lambda n: self.t.get(p + n), x, read, HD, self.config["rope_theta"], **seen)
 
     def features(self, ids: list[int], outputs: list[int]) -> Tensor:
-        """Of all tokens but the last, side by side [n, states * H]."""
+        """Return the features of all tokens but the last, concatenated [n, states * H]."""
         return causal(self.target, torch.tensor([ids[:-1]]), tuple(i + 1 for i in outputs))[1][0]
 
     def rows(self, ids: list[int]) -> Tensor:
-        """What the lm_head reads for each level [levels, H]; the text's last token is the root."""
+        """Return the lm_head's input of each level [levels, H]; the text's last token is the root."""
         return self.norm(self._p_eagle(ids) if "mask_hidden" in self.t else self._block(ids), "norm")
 
     def _block(self, ids: list[int]) -> Tensor:
@@ -144,7 +143,7 @@ class Reference:
         return x if "DSpark" in c["architectures"][0] else x[1:]
 
     def convolve(self, name: str, x: Tensor):
-        """DFlash2's convolution of x [n, H], and a function that computes the one after it."""
+        """Return DFlash2's convolution of x [n, H], and a function that computes the next one."""
         base, size = self.t[name + "base_kernel"], self.config["conv_group_size"]
         dynamic = (x @ self.t[name + "kernel_projection.weight"].T).view(len(x), 2, 2, -1)
 
@@ -166,7 +165,8 @@ class Reference:
         return x[len(ids) - 2 :]
 
     def children(self, row: Tensor, before: int, noise: Tensor | None = None) -> Tensor:
-        """How likely each draft id is to follow the token `before`, logarithms [Vd]. noise [V]: of its place.
+        """Return log-probabilities of the draft ids after the token `before` [Vd]. noise [V]: Gumbel noise of
+        its position.
         """
         t, logits, read, sure = self.t, self.lm_head @ row, row, 0.0
         if "markov_head.markov_w1.weight" in t:
@@ -190,9 +190,8 @@ class Reference:
         return logits.log_softmax(-1) + sure
 
     def tree(self, ids: list[int], nodes: int, noise: Tensor | None = None) -> set[tuple[int, ...]]:
-        """The best paths below the root. None is better than what it extends: no level needs more of them.
-
-        noise [levels, V]: what the target is sampled with at the places of the levels.
+        """Return the best paths below the root. A path never scores above its parent, so no level needs more
+        of them. noise [levels, V]: the target's Gumbel noise of the levels' positions.
         """
         beam, found = {(): 0.0}, {}
         for level, row in enumerate(self.rows(ids)):

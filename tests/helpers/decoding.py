@@ -18,7 +18,7 @@ from tree import TreeShape, depth_and_ancestors
 
 
 def load(checkpoint, method="none", *, batch=1, max_seq_len=None, say=lambda line: None, **options) -> LLM:
-    """An `LLM` in one call. options: fields of `Runtime` and `DraftOptions`."""
+    """Load an `LLM`. options: fields of `Runtime` and `DraftOptions`."""
     runtime = {k: v for k, v in options.items() if k in Runtime.__dataclass_fields__}
     drafting = DraftOptions(method, **{k: v for k, v in options.items() if k not in runtime})
     return LLM(checkpoint, drafting, batch_size=batch, max_seq_len=max_seq_len, log=say, **runtime)
@@ -45,7 +45,7 @@ def ids(engine: Engine, texts, sampling) -> list[list[int]]:
 
 
 def check_texts(found: list, expected: list, made: list[tuple[list[int], Sampling]]) -> None:
-    """Fail at the first text that differs, with its request and the first token that does. None: left early.
+    """Fail at the first output that differs, with its request and the first different token. None: cancelled.
     """
     assert len(found) == len(expected) == len(made)
     for number, (ours, want, (prompt, sampling)) in enumerate(zip(found, expected, made)):
@@ -65,7 +65,7 @@ OPTIONS = (  # of requests, one of each sort
 
 
 def requests(count: int, seed: int, options=OPTIONS) -> list[tuple[list[int], Sampling]]:
-    """Prompts of 1 to 150 tokens, of which many begin alike, with samplings of every sort."""
+    """Return prompts of 1 to 150 tokens, many with a common prefix, with many sampling options."""
     draw = random.Random(seed)
     beginnings, made = prompts(4, seed=seed, shortest=60, longest=120), []
     for i in range(count):
@@ -77,7 +77,7 @@ def requests(count: int, seed: int, options=OPTIONS) -> list[tuple[list[int], Sa
 
 
 def alone(models, made, **options) -> list[list[int]]:
-    """The plain texts of requests, one after the other."""
+    """Return the plain outputs of requests run one after the other."""
     engine = plain(models, **options)
     return [engine.generate([prompt], [sampling])[0].ids for prompt, sampling in made]
 
@@ -85,9 +85,8 @@ def alone(models, made, **options) -> list[list[int]]:
 def decode(
     engine: Engine, made, draw: random.Random, leaving: float = 0.0, plain: float = 0.0
 ) -> list[list[int] | None]:
-    """The texts of requests that arrive at random; None for one that left before its end.
-
-    leaving: probability that a request leaves at a step. plain: share of requests without drafts.
+    """Return the outputs of requests that arrive at random; None for one that was cancelled. leaving:
+    probability that a request is cancelled at a step. plain: share of requests without speculation.
     """
     waiting, found, here = list(enumerate(made)), [None] * len(made), {}
     while waiting or engine.busy:
@@ -109,7 +108,7 @@ def decode(
 def watched(
     engine: Engine, prompt: list[int], sampling: Sampling = Sampling()
 ) -> list[tuple[list[int], Draft]]:
-    """The text before every step of one request, its root last, and the tree of the step."""
+    """Return, for every step of a request, the text before it (its last token is the root) and the tree."""
     known, steps = list(prompt), []
     for event in engine.run([prompt], [sampling], [], watch=True):
         if event.draft:
@@ -119,12 +118,12 @@ def watched(
 
 
 def drafts(engine: Engine, prompt: list[int], sampling: Sampling = Sampling()) -> list[Draft]:
-    """The tree of every step of one request."""
+    """Return the tree of every step of one request."""
     return [draft for _, draft in watched(engine, prompt, sampling)]
 
 
 class Trace:
-    """A golden trace: the reference's tree of each step. tokens: how many it takes to see them all."""
+    """A golden trace: the reference's tree of each step. tokens: how many to decode to see them all."""
 
     def __init__(self, path: Path):
         with safe_open(path, "pt") as f:
@@ -147,7 +146,7 @@ class Trace:
 
 
 def check_counts(observed: torch.Tensor, expected: torch.Tensor) -> None:
-    """One chi-square test at 1e-6, whose quantile is the Wilson-Hilferty approximation."""
+    """One chi-square test at 1e-6; the quantile is the Wilson-Hilferty approximation."""
     freedom = len(expected) - 1
     a = 2 / (9 * freedom)
     limit = freedom * (1 - a + 4.75 * math.sqrt(a)) ** 3
@@ -156,8 +155,8 @@ def check_counts(observed: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check_distribution(target, engine: Engine) -> None:
-    """The first two tokens after 16 batches of 256 seeds, against the target's exact probabilities, over all
-    pairs that are common enough.
+    """Compare the first two tokens over 16 batches of 256 seeds with the target's exact probabilities of all
+    frequent pairs.
     """
     n, temperature, V = 4096, 0.8, target.args.vocab_size
     prompt = [token % V for token in prompts(1, seed=5, shortest=20)[0]]

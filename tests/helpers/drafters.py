@@ -31,14 +31,13 @@ STORED = list(b"the tide comes in and the tide goes out; the tide comes in again
 
 
 def cases(names=NAMES) -> list:
-    """The names of drafters as a test's parameters."""
+    """Return drafter names as test parameters."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
 def guessing_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, prefix: bool) -> Head:
-    """Make Medusa or Hydra heads in float32: random blocks that pass their state on to the target's lm_head.
-
-    prefix: with Hydra++'s layer, of the target's shape.
+    """Return Medusa or Hydra heads in float32: random blocks that pass their state on to the target's
+    lm_head. prefix: with Hydra++'s layer, of the target's shape.
     """
     a = target.args
     sizes = {name: x for name, x in vars(a).items() if name in MultiTokenArgs.__dataclass_fields__}
@@ -62,7 +61,9 @@ def guessing_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, pref
 def make_drafter(
     name: str, target: Transformer, eagle3: Head, eagle1: Head, prepare: Callable[[torch.nn.Module], None]
 ) -> Drafter:
-    """A drafter of `NAMES` for a target and its heads. prepare: what is done to models that are made here."""
+    """Return a drafter of `NAMES` for a target and its heads. prepare: a function applied to models that are
+    made here.
+    """
     size, weight = target.args.vocab_size, target.embed.weight
     ids, lent = torch.arange(min(300, size)), {id(p) for p in target.parameters()}  # which all tests share
 
@@ -78,11 +79,11 @@ def make_drafter(
         return head
 
     def guessing(kind: str, prefix: bool = False) -> Head:
-        """Random heads of Medusa or Hydra."""
+        """Return random Medusa or Hydra heads."""
         return ready(guessing_heads(target, kind, ids, prefix))
 
     def block(kind: str, rank: int | None = None, window: int = 0) -> Head:
-        """A random head, as of those that draft blocks."""
+        """Return a random head for block drafting."""
         few = 2 if target.args.num_layers > 4 else 1
         head = new_head(target, kind, ids, HeadShape(2, few, 4, rank, mask_id=7), 0)
         head.set_sliding_window(window)
@@ -113,7 +114,7 @@ def make_drafter(
 
 
 def model_of(kind: str = "target", **fields) -> Transformer | Head:
-    """The target or head, with random weights, that a config.json with these fields describes."""
+    """Return the randomly initialized target or head of a config.json with these fields."""
     model = class_of({"kind": kind, **fields})
     return model(model.Args(**fields))
 
@@ -122,8 +123,7 @@ def small_models(
     vocab_size: int = 12, width: int = 16, layers: int = 2, dtype: torch.dtype = torch.float32,
     of_head: dict | None = None, **of_target
 ) -> tuple[Transformer, Head]:
-    """A random target and an EAGLE-3 head, by default over so few tokens that many drafts are accepted.
-
+    """Return a random target and EAGLE-3 head, by default with so few tokens that many drafts are accepted.
     of_head, of_target: other fields of their configs.
     """
     torch.manual_seed(0)
@@ -143,5 +143,5 @@ def small_models(
 
 
 def short_prompts(count: int, longest: int) -> list[list[int]]:
-    """Prompts for `small_models`."""
+    """Return prompts for `small_models`."""
     return [[token % 12 for token in prompt] for prompt in prompts(count, seed=3, longest=longest)]

@@ -1,4 +1,4 @@
-"""Tiny random targets of every family, saved by transformers, and heads for them."""
+"""Tiny random models of every family, saved by transformers, and heads for them."""
 import json
 from pathlib import Path
 
@@ -169,7 +169,7 @@ WIDE = {
 
 
 def to_mxfp4(folder: Path, reference) -> None:
-    """Replace the experts of a gpt-oss file by random ones in MXFP4, as published, and those of the model."""
+    """Replace the experts of a gpt-oss file, and of the model, by random ones in MXFP4."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     file = folder / "model.safetensors"
@@ -186,7 +186,7 @@ def to_mxfp4(folder: Path, reference) -> None:
 
 
 def as_thinker(folder: Path) -> None:
-    """Make a whole Qwen3-Omni of its thinker."""
+    """Wrap a Qwen3-Omni thinker into the complete model's layout."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     state = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
     save_file(state | {"talker.model.norm.weight": torch.ones(2)}, file)
@@ -199,7 +199,7 @@ GLM_MTP = {"fc": "eh_proj.weight", "pre_fc_norm_embedding": "enorm.weight",
 
 
 def add_mtp_layer(file: Path, prefix: str) -> None:
-    """Add a random MTP layer, whose attention and MLP are like those of a hybrid's fourth layer."""
+    """Add a random MTP layer whose attention and MLP have the shapes of a hybrid's fourth layer."""
     g, state, theirs = torch.Generator().manual_seed(1), load_file(file), f"{prefix}layers.3."
     layer = {f"mtp.layers.0.{n.removeprefix(theirs)}": t + 0.05 * torch.randn(t.shape, generator=g)
              for n, t in state.items() if n.startswith(theirs)}
@@ -211,9 +211,8 @@ def add_mtp_layer(file: Path, prefix: str) -> None:
 
 
 def make_target(folder: Path, name: str, mtp: bool = False, **other):
-    """Write the named model as its publishers do -> the model of transformers.
-
-    mtp: with an MTP layer. other: sizes.
+    """Write the named model as published; return the transformers model. mtp: with an MTP layer. other:
+    sizes.
     """
     transformers = pytest.importorskip("transformers")
     group = HYBRIDS if name in HYBRIDS else TARGETS
@@ -256,15 +255,14 @@ def make_target(folder: Path, name: str, mtp: bool = False, **other):
 
 
 def converted(folder: Path, name: str, dtype: str = "keep", **other) -> tuple[torch.nn.Module, Path]:
-    """(The model of transformers, the folder that it is converted to) of a named model; see `make_target`."""
+    """Return (the transformers model, the converted folder) of a named model; see `make_target`."""
     reference = make_target(folder / "in", name, **other)
     return reference, convert(folder / "in", folder / "out", dtype=dtype, quiet=True)
 
 
 def top_tokens(reference, prompt: list[int], text: list[int]) -> list[int]:
-    """The top-1 token of a model of transformers after the prompt and after each token of `text[:-1]`.
-
-    They are `text` if that is what the model generates greedily.
+    """Return the argmax of a transformers model after the prompt and after each token of `text[:-1]`. It
+    equals `text` exactly if the model generates `text` greedily.
     """
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + text[:-1]])).logits

@@ -1,4 +1,4 @@
-"""Call kernels with guard bytes around their outputs, and compare them with their definitions."""
+"""Call kernels with guard bytes around their outputs, and compare with their definitions."""
 import contextlib
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -14,8 +14,7 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # rel
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Allocate tensors between guard bytes within this context, filled with bytes that are NaN as floats.
-
-    Fails at its end if something was written outside the tensors.
+    Fails on exit if anything was written outside the tensors.
     """
     memories: list[Tensor] = []
 
@@ -39,12 +38,12 @@ def guarded() -> Iterator[None]:
 
 
 def owned(x: Tensor) -> Tensor:
-    """Return a copy that a kernel may change, between guard bytes within `guarded`."""
+    """Return a copy for the kernel to modify, between guard bytes if within `guarded`."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def check(kernel: Callable, definition: Callable, limit: float = 0.0) -> None:
-    """Compare the results of two functions. The kernel is called twice: the same bits each time."""
+    """Compare the results of two functions. The kernel is called twice and must give the same bits."""
     with guarded():
         found = kernel()
     close(found, definition(), limit)
@@ -52,6 +51,6 @@ def check(kernel: Callable, definition: Callable, limit: float = 0.0) -> None:
 
 
 def close(found, wanted, limit: float = 0.0) -> None:
-    """Fail if tensors in any nesting differ: floats by more than `limit`, relative to 1 and to the number."""
+    """Fail if nested tensors differ: floats by more than `limit`, absolute or relative."""
     for x, y in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
         torch.testing.assert_close(x, y, rtol=limit, atol=limit, check_dtype=False)

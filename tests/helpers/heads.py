@@ -19,9 +19,8 @@ BASE = SIZES | {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64, 
 def layer_shapes(
     prefix: str, hidden: int, inner: int, heads: tuple[int, int, int], reads: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's tensors, by their published names, without the norm before its attention.
-
-    heads: query heads, key/value heads and their size. reads: width of attention's input, if not `hidden`.
+    """Return the shapes of a layer's tensors by published name, without the norm before attention. heads:
+    query heads, key/value heads and head size. reads: width of attention's input, if not `hidden`.
     """
     (nh, nkv, hd), reads = heads, reads or hidden
     shapes = {
@@ -37,11 +36,9 @@ def make_head(
     kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, first="midlayer.", bias=False,
     qkv_bias=False, qk_norm=False, aux=3, embedding=False, vocab=V, **changes,
 ) -> tuple[dict, dict]:
-    """(Tensors, config) of a random head as published.
-
-    draft, vocab: sizes of the draft vocabulary and of the target's. hidden, target: widths of head and
-    target. first: what the tensors of an EAGLE-3 head's first layer begin with. aux: how many states of the
-    target it reads. changes: keys of the config.
+    """Return (tensors, config) of a random published head. draft, vocab: draft and target vocabulary sizes.
+    hidden, target: hidden sizes of head and target. first: name prefix of an EAGLE-3 head's first layer. aux:
+    number of target hidden states it reads. changes: keys of the config.
     """
     g = torch.Generator().manual_seed(7)
     wide = hidden if kind == "eagle" else 2 * hidden
@@ -85,18 +82,18 @@ def write_head(folder: Path, state: dict, config: dict) -> Path:
 
 
 def add_heads(work: Path, target: Path, width: int, **changes) -> list[Path]:
-    """Convert random EAGLE-3 and EAGLE-1 heads for a converted target of this width -> their folders."""
+    """Convert random EAGLE-3 and EAGLE-1 heads for a converted target of this width; return their folders."""
     made = {kind: make_head(kind, hidden=width, target=width, **changes) for kind in ("eagle3", "eagle")}
     return [convert(write_head(work / kind, *head), target=target, quiet=True) for kind, head in made.items()]
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm, written plainly."""
+    """RMSNorm, the reference."""
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [n, heads, hd] at these positions [n]."""
+    """Apply RoPE to x [n, heads, hd] at these positions [n]."""
     half = x.shape[-1] // 2
     angle = (positions[:, None] * theta ** (-torch.arange(half) / half)).repeat(1, 2)[:, None]
     return x * angle.cos() + torch.cat((-x[..., half:], x[..., :half]), -1) * angle.sin()
@@ -107,11 +104,10 @@ def plain_layer(
     keys: Tensor | None = None, sees: Tensor | None = None, after=lambda x: x,
     around_mlp=lambda m: (m, lambda x: x),
 ) -> Tensor:
-    """One layer as the papers write it, on published tensors: get(name), None if there is no such one.
-
-    read [n, ...]: the normed input. keys [m, ...]: the rows that it attends to, `read` the last of them; else
-    `read` alone. sees [n, m] bool: causal if left out. after: of attention's output. around_mlp(normed
-    input): the input, and a function of the output.
+    """One layer as in the papers, on published tensors: get(name) returns None if there is no such tensor.
+    read [n, ...]: the normed input. keys [m, ...]: all rows to attend to, with `read` as the last ones;
+    default: `read`. sees [n, m] bool: the mask, default causal. after: applied to attention's output.
+    around_mlp(normed input): the input, and a function of the output.
     """
     keys = read if keys is None else keys
     at, own = torch.arange(len(keys)), torch.arange(len(keys))[-len(read) :]

@@ -32,7 +32,7 @@ def same(found, expected):
 
 
 def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype):
-    """A linear layer with a bias. mode: of its weight; None: it has this dtype."""
+    """Return a linear layer with a bias. mode: of its weight; None: unquantized in this dtype."""
     draw = draws(inputs)
     weight, bias = draw(outputs, inputs), draw(outputs)
     if mode is None:
@@ -51,7 +51,7 @@ def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype
 
 
 def stored_layer(kind: Kind, weight, bias):
-    """A layer as files store it, of random bits."""
+    """Return a quantized layer of random bits."""
     layer = QuantizedLinear(weight.shape[1], len(weight), True, kind)
     bits = weight.mul(1e4).to(torch.int32).to(torch.uint8)
     if kind.mode == "f8":
@@ -68,7 +68,7 @@ def stored_layer(kind: Kind, weight, bias):
 
 
 def product(layer, x, activation: str | None):
-    """What a layer gives of x, rounded as its mode does, in float64. activation: of a gate, if it has one."""
+    """Return the layer's result for x, rounded as its mode does, in float64. activation: of a gated MLP."""
     exact = isinstance(layer, Linear)
     weight = layer.weight.double() if exact else layer.dequantize(torch.float64)
     y = (x if exact else layer.round_inputs(x.float())).double() @ weight.T + layer.bias.double()
@@ -76,7 +76,7 @@ def product(layer, x, activation: str | None):
 
 
 class Written(KVCache):
-    """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
+    """A cache of k, v [B, S, nkv, hd], which the functions `keep` round."""
 
     def __init__(self, k, v, keep):
         torch.nn.Module.__init__(self)
@@ -91,13 +91,15 @@ class Written(KVCache):
 
 
 def round_heads(x):
-    """Each head of x [..., hd] in steps of its largest / 127."""
+    """Round each head of x [..., hd] to multiples of its largest value / 127."""
     step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return (x / step).round() * step
 
 
 def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
-    """A block, qkv of T rows, k and v of a cache, and the pass, which sees n slots. more: norms and sinks."""
+    """Return a block, qkv of T rows, a cache's k and v, and a pass that attends to n slots. more: norms and
+    sinks.
+    """
     draw = draws(n)
     shape = 8, 8, 8, 1, heads, kv_heads, hd
     args = GptOssArgs(*shape, qk_norm=more, windows=(window,), sinks=more)
@@ -114,10 +116,9 @@ def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
 
 
 def check_attention(case, found, caches, coarse: bool):
-    """Compare attention, and its caches if they are not in bytes, with the definition in float64.
-
-    Over bytes: attention over rounded keys and values, but for the rounding of queries and softmax weights:
-    to about 1/8000 of the largest where they have 16 bits, 1/127 (`coarse`) where they have 8.
+    """Compare attention, and unquantized caches, with the definition in float64. For 8-bit caches the
+    reference uses rounded keys and values; the tolerance covers rounding of queries and softmax weights:
+    about 1/8000 of the largest value if they have 16 bits, 1/127 (`coarse`) if they have 8.
     """
     block, qkv, k, v, shared = case
     theirs = Written(k.double(), v.double(), round_heads if caches is None else lambda x: x)

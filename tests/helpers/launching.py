@@ -17,7 +17,8 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(*command, timeout: float = 300) -> str:
-    """Run a command in the repository, on one thread -> its stdout. Fails with the command and what it said.
+    """Run a command in the repository, on one thread; return its stdout. On failure, show the command and its
+    output.
     """
     command = [str(word) for word in command]
     found = {**ONE_THREAD, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -30,14 +31,16 @@ def run(*command, timeout: float = 300) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that is not in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 class Launch:
-    """`command` on so many machines with so many processes each: a torchrun for every machine, all here."""
+    """`command` on simulated machines with this many processes each: one torchrun per machine, all on
+    localhost.
+    """
 
     def __init__(self, command: list[str], machines: int, each: int):
         port, where = str(free_port()), ["--master-addr", "127.0.0.1", "--master-port"]
@@ -51,7 +54,7 @@ class Launch:
         ]
 
     def kill_one(self, when: Callable[[], bool]) -> None:
-        """kill -9 one process as soon as this is so."""
+        """kill -9 one process once this condition holds."""
         limit = time.time() + 300
         while not when():
             assert all(run.poll() is None for run in self.runs) and time.time() < limit, self.end()
@@ -61,6 +64,6 @@ class Launch:
         os.kill(int(children[-1]), signal.SIGKILL)
 
     def end(self) -> tuple[list[int], str]:
-        """Wait for all -> (exit statuses, what was said)."""
+        """Wait for all; return (exit statuses, output)."""
         said = [run.communicate(timeout=180)[1] for run in self.runs]
         return [run.returncode for run in self.runs], "\n".join(said)

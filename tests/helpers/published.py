@@ -24,7 +24,7 @@ CUT = {
 
 
 def cut(config: dict) -> dict:
-    """A config with 8 layers and small sizes."""
+    """Return a config with 8 layers and small sizes."""
     def of(key: str, value):
         if isinstance(value, dict) and key != "rope_parameters":
             return cut(value)
@@ -40,7 +40,7 @@ def cut(config: dict) -> dict:
 
 
 def make_published(folder: Path, name: str) -> torch.nn.Module:
-    """Write a tiny random model with the config of a published one -> the model of transformers."""
+    """Write a tiny random model with the config of a published one; return the transformers model."""
     raw = cut(PUBLISHED[name])
     given = raw.get("thinker_config", raw)
     kind = raw["architectures"][0].removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
@@ -66,6 +66,6 @@ def make_published(folder: Path, name: str) -> torch.nn.Module:
 
 
 def convert_published(folder: Path, name: str, dtype: str = "keep") -> Path:
-    """Convert such a model -> its folder."""
+    """Convert such a model; return its folder."""
     make_published(folder / "in", name)
     return convert(folder / "in", folder / "out", dtype=dtype, quiet=True)

@@ -49,7 +49,7 @@ MODES = {
 def texts(
     target: Transformer, drafter: Drafter | None, modes: Iterable[dict] = ({},), tokens: int = TOKENS
 ) -> list[list[int]]:
-    """How a target continues each of the prompts, with each of `modes`, decoded together."""
+    """Return a target's continuations of the prompts with each of `modes`, decoded as one batch."""
     samplings = [Sampling(tokens, **mode) for mode in modes for _ in PROMPTS]
     engine = Engine(target, drafter, batch=len(samplings), max_seq_len=80, compile=False)
     return [request.ids for request in engine.generate(PROMPTS * (len(samplings) // 2), samplings)]
@@ -59,9 +59,8 @@ GREEDY_AND_SAMPLED = {}, {"temperature": 1.0, "seed": 9}
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts of a target and heads in its folder: plain, and drafted, greedy and sampled.
-
-    With an MTP layer, all heads are sharded, and the texts are those of the kernels.
+    """Return outputs of a target and the heads in its folder: plain, and speculative, greedy and sampled.
+    With an MTP layer all heads are sharded, and the kernels are used.
     """
     has_mtp = (folder / "mtp").is_dir()
     target, _ = load_model(folder, ranks=ranks and replace(ranks, heads=has_mtp))
@@ -83,7 +82,7 @@ def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 
 def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Drafter:
-    """Let a drafter's heads use weights of `target` where they use those of `whole`."""
+    """Make a drafter's heads use weights of `target` where they use those of `whole`."""
     for head in [module for module in drafter.modules() if isinstance(module, Head)]:
         for name in ("embed", "lm_head"):
             if getattr(head, name) in (whole.embed, whole.lm_head):
@@ -93,7 +92,7 @@ def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Draf
 
 
 def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts of the golden target with every drafter, greedy and at temperature 1."""
+    """Return outputs of the golden target with every drafter, greedy and at temperature 1."""
     whole, (target, _), found = load_model(folder)[0], load_model(folder, ranks=ranks), {}
     for name in DRAFTERS:
         heads = (load_head(folder / kind, whole, kind) for kind in ("eagle3", "eagle"))
@@ -103,7 +102,9 @@ def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 
 def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Drafted texts of requests that read more of the logits than the top-1 token, and over float8 caches."""
+    """Return speculative outputs of requests that need more of the logits than the argmax, and with float8
+    caches.
+    """
     target, _ = load_model(folder, ranks=ranks)
     drafter = HeadDrafter(load_head(folder / "eagle3", target, "eagle3"), TREE)
     found = {"modes": texts(target, drafter, MODES.values())}
@@ -112,7 +113,7 @@ def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 
 def of_sharded_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts drafted by heads, and by the target as a draft model, that are sharded too."""
+    """Return speculative outputs with sharded heads, and with the target as a sharded draft model."""
     target, draft = (load_model(folder, ranks=ranks and replace(ranks, heads=True))[0] for _ in range(2))
     kinds = "eagle3", "eagle"
     drafters = {kind: HeadDrafter(load_head(folder / kind, target, kind), TREE) for kind in kinds}
@@ -123,11 +124,10 @@ def of_sharded_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 
 def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, list]]:
-    """All texts of the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`.
-
-    With more than two ranks, leave out what does not depend on their number: what a drafter or a mode
-    computes from complete features and logits. The texts of every family depend on those, too. Two
-    key heads of DeltaNet layers cannot be sharded over more than two ranks.
+    """Return all outputs for the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`. With more
+    than two ranks, cases that do not depend on their number are left out: drafters and sampling options work
+    on gathered features and logits, which the outputs of the families cover too. DeltaNet layers with two key
+    heads cannot be sharded over more than two ranks.
     """
     golden, few = folder / "golden", ranks is None or ranks.count == 2
     found = {

@@ -29,7 +29,7 @@ class Serving:
             time.sleep(0.05)
 
     def printed(self) -> str:
-        """Return all that the server has printed."""
+        """Return the server's output so far."""
         return self.log.read_text()
 
     def get(self, path: str, **options):
@@ -42,20 +42,20 @@ class Serving:
 
     @contextlib.contextmanager
     def stream(self, path: str = "/v1/chat/completions", headers: dict | None = None, **body) -> Iterator:
-        """A context whose value are the data of a stream's events, without "data: "."""
+        """A context that yields the data of a stream's events, without "data: "."""
         body |= {"stream": True}
         with httpx.stream("POST", self.url + path, json=body, headers=headers, timeout=60) as events:
             yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))
 
     def end(self) -> int:
-        """End the server in order and return its exit status."""
+        """Shut the server down and return its exit status."""
         self.process.terminate()
         return self.process.wait(60)
 
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, log: Path, *options: str, ranks: int = 1) -> Iterator[Serving]:
-    """A server of this checkpoint on a free port, uncompiled. log: the file for what it prints."""
+    """A server for this checkpoint on a free port, not compiled. log: the file for its output."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
     command = [sys.executable, *launch, str(ROOT / "serve.py"), "--checkpoint", str(checkpoint)]
     command += ["--port", "0", "--no-compile", "--threads", "1", *options]

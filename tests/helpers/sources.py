@@ -25,7 +25,7 @@ HEAD_CONFIG = {
 
 
 def run(capsys, *argv) -> tuple[int, list[str]]:
-    """(Exit status, lines on stderr) of convert_checkpoint.py."""
+    """Run convert_checkpoint.py; return (exit status, lines of stderr)."""
     code = main([str(a) for a in argv])
     return code, capsys.readouterr().err.splitlines()
 
@@ -43,15 +43,12 @@ def target_state(config=CONFIG, dtype=torch.float32, seed: int = 1) -> dict[str,
 
 
 def head_state(hidden=32) -> dict[str, torch.Tensor]:
-    """The tensors of an EAGLE-3 head for the target."""
+    """Return the tensors of an EAGLE-3 head for the target."""
     return make_head("eagle3", vocab=96, draft=24, hidden=hidden, target=hidden, hd=8)[0]
 
 
 def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors") -> Path:
-    """A Hugging Face folder.
-
-    `form` is safetensors or bin, or either of them with `-sharded`: in four files.
-    """
+    """Write a Hugging Face folder. `form` is safetensors or bin, or either with `-sharded`: in four files."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     kind, _, sharded = form.partition("-")
@@ -79,9 +76,8 @@ LEAVES = {"attn_sinks": ".weight", "layer_output_scale": ".weight", "exp_probs_b
 def write_gguf(
     file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama"
 ) -> Path:
-    """A file as llama.cpp's converter writes it: its names, its metadata, for LLaMA its interleaved q and k.
-
-    state: under Hugging Face's names. kind: the type of the matrices. extra(writer) adds what else is needed.
+    """Write a file as llama.cpp's converter does: its names and metadata, for LLaMA its interleaved q and k.
+    state: by Hugging Face name. kind: type of the matrices. extra(writer) adds other metadata.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     w = gguf.GGUFWriter(file, arch)

@@ -6,7 +6,7 @@ from tree import Tree, depth_and_ancestors
 
 
 def state_of(texts: list[list[int]], slots: int = 64) -> State:
-    """Sequences whose last token is the root."""
+    """Return a decoder state of these sequences; each one's last token is the root."""
     state = State(len(texts), slots, 8)
     # Stale tokens behind the text must not matter.
     state.tokens.random_(0, 4, generator=torch.Generator().manual_seed(0))
@@ -18,7 +18,9 @@ def state_of(texts: list[list[int]], slots: int = 64) -> State:
 
 
 def random_tree(nodes: int, levels: int, seed: int) -> Tree:
-    """Two trees of few tokens, siblings distinct, parents before children and never outscored."""
+    """Return two random trees of few tokens: siblings distinct, parents before children and never scored
+    lower.
+    """
     g = torch.Generator().manual_seed(seed)
     trees = []
     for _ in range(2):
@@ -37,7 +39,7 @@ def random_tree(nodes: int, levels: int, seed: int) -> Tree:
 
 
 def paths(tokens: list[int], parent: list[int]) -> list[tuple[int, ...]]:
-    """The tokens below the root on the way to each node. Fails if a child stands before its parent."""
+    """Return the tokens from the root to each node. Fails if a child comes before its parent."""
     found = [()]
     for node in range(1, len(tokens)):
         assert parent[node] < node

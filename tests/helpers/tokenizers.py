@@ -49,7 +49,9 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def train_bpe(rule: WordRule) -> tokenizers.Tokenizer:
-    """A byte-level BPE over the words of a rule, with three control tokens and two ordinary added tokens."""
+    """Train a byte-level BPE over the words of a pre-tokenizer, with three control tokens and two normal
+    added tokens.
+    """
     model = tokenizers.Tokenizer(models.BPE())
     model.normalizer = normalizers.NFC() if rule.nfc else None
     model.pre_tokenizer, model.decoder = pre_tokenizers.Sequence(rule.steps), decoders.ByteLevel()
@@ -62,7 +64,7 @@ def train_bpe(rule: WordRule) -> tokenizers.Tokenizer:
 
 
 def json_library(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer.json of a folder as the `tokenizers` library reads it."""
+    """Load a folder's tokenizer.json with the `tokenizers` library."""
     model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     model.no_truncation()
     model.no_padding()
@@ -70,13 +72,13 @@ def json_library(folder: Path) -> tokenizers.Tokenizer:
 
 
 def sentencepiece_library(folder: Path):
-    """The tokenizer.model of a folder as the `sentencepiece` library reads it."""
+    """Load a folder's tokenizer.model with the `sentencepiece` library."""
     library = pytest.importorskip("sentencepiece")
     return library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
 def changed_json(source: Path, folder: Path, *added: dict, **changes) -> Path:
-    """Copy a tokenizer to an empty folder, with more added tokens and other values in its tokenizer.json."""
+    """Copy a tokenizer to an empty folder, with more added tokens and other values in tokenizer.json."""
     copy_files(source, folder)
     content = json.loads((folder / "tokenizer.json").read_text()) | changes
     like = content["added_tokens"][0]
@@ -87,7 +89,7 @@ def changed_json(source: Path, folder: Path, *added: dict, **changes) -> Path:
 
 
 def with_template(source: Path, folder: Path, template: str) -> Tokenizer:
-    """The tokenizer of a folder with another chat template, copied to an empty one."""
+    """Copy a tokenizer with another chat template to an empty folder."""
     copy_files(source, folder)
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.load(folder)

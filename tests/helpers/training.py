@@ -13,7 +13,7 @@ from training.losses import Objective
 
 
 def row(seed: int, n: int, answers: list[list[int]]) -> dict:
-    """A row of n random bytes."""
+    """Return a row of n random bytes."""
     ids = torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
     return {"ids": ids, "answers": answers, "source": "test"}
 
@@ -24,7 +24,7 @@ ROWS = [row(1, 14, [[5, 14]]), row(2, 9, [[2, 9]]), row(3, 11, [[8, 11]]), row(4
 def loss_on(
     objective: Objective, states: TargetStates | None = None, rows: list[dict] = ROWS
 ) -> tuple[Tensor, Tensor, Batch, TargetStates]:
-    """Return the loss on rows, the right first choices by step, the batch and the target's states."""
+    """Return the loss on rows, the correct argmax predictions by step, the batch and the target's states."""
     states = states or Features(objective.target, objective.aux_layers).read(rows)
     batch = objective.batch(rows, objective.steps)
     return *objective.loss(batch, states, batch.scored, [0] * len(rows)), batch, states
@@ -32,7 +32,7 @@ def loss_on(
 
 @torch.no_grad()
 def shaken(head: Head) -> Head:
-    """Change every weight of a head's own at random: parts that begin as nothing count too."""
+    """Change all of a head's own weights at random, so that zero-initialized parts have an effect."""
     torch.manual_seed(5)
     for p in own_state(head).values():  # the table is the target's
         if p.is_floating_point():
@@ -41,12 +41,13 @@ def shaken(head: Head) -> Head:
 
 
 def users(*turns: str) -> list[dict]:
-    """Messages of a user who is never answered."""
+    """Return user messages without answers."""
     return [{"role": "user", "content": turn} for turn in turns]
 
 
 def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list[str]:
-    """The command line of a short run that writes to FOLDER/head, with changes; None leaves an option out."""
+    """Return the command line of a short run that writes to FOLDER/head, with changes; None drops an option.
+    """
     values = {
         "checkpoint": golden, "prompts": prompts, "out": folder / "head", "max-new-tokens": 40,
         "decode-batch": 12, "draft-vocab": 64, "epochs": 2, "steps": 3, "batch-tokens": 512, "synthesize": 4,
@@ -57,5 +58,5 @@ def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list
 
 
 def log_of(folder: Path) -> list[dict]:
-    """The entries of the log of a run that writes to FOLDER/head."""
+    """Return the log entries of a run that writes to FOLDER/head."""
     return [json.loads(line) for line in (folder / "head-work" / "log.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The kernels for every instruction set that the processor has."""
+"""The CPU kernels for every instruction set of this processor."""
 import fcntl
 
 import pytest
@@ -9,7 +9,7 @@ from kernels import cpu
 
 @pytest.fixture(scope="session", autouse=True)
 def one_build_at_a_time(tmp_path_factory):
-    """Workers that want the same library wait for the first one, instead of making it once each."""
+    """Test workers that need the same library wait for the first one to compile it."""
     lock, build = tmp_path_factory.getbasetemp().parent / "kernels.lock", cpu.build_library
 
     def locked(*arguments):

@@ -33,7 +33,9 @@ KINDS = {  # of arguments, by name; others in capitals are any integers, the res
 
 
 def compiled(capability, kernel, given: dict, spilled=0, integers=ANY, **options):
-    """Compile it for a GPU, which it must fit. integers: what any integer is. spilled: bytes, at most."""
+    """Compile a kernel, which must fit the GPU. integers: the type of integer arguments. spilled: bytes
+    allowed.
+    """
     names = [param.name for param in kernel.params]
     kinds = [(KINDS | given).get(name, ANY if name.isupper() else I64) for name in names]
     arguments = {name: integers if kind == ANY else kind for name, kind in zip(names, kinds)}
@@ -43,7 +45,7 @@ def compiled(capability, kernel, given: dict, spilled=0, integers=ANY, **options
 
 
 def in_flight(made) -> set[str]:
-    """How many products on an H100 may be unfinished where code waits for them."""
+    """Return the numbers of unfinished wgmma operations at waits on an H100."""
     assert "wgmma" in made.ptx
     return set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass))
 
@@ -91,7 +93,7 @@ def test_attention(capability, heads, rows, old, window):
 
 @pytest.mark.parametrize("capability, rows", [*expensive((86, 60)), (90, 1)])
 def test_attention_over_float8(capability, rows):
-    """By the device's instruction from 8.9 on, bit by bit before. What is too large becomes the largest."""
+    """With the hardware conversion from 8.9 on, in integer arithmetic before. Overflow saturates."""
     spilled = 32 if capability == 86 else 0
     made = attend(capability, BF16, "llama", rows, held=torch.uint8, spilled=spilled)
     assert ("e4m3x2" in made.ptx) == ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == (capability >= 89)
@@ -103,7 +105,7 @@ def test_attention_in_float32(capability):
 
 
 def test_programmatic_launch():
-    """The kernel waits for the one before it; it reads nothing before."""
+    """The kernel waits for its predecessor and reads nothing before that."""
     made = attend(90, BF16, "llama", 1, pdl=True)
     before, _, after = made.ptx.partition("griddepcontrol.wait")
     assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.wait" not in after
@@ -114,7 +116,9 @@ def test_programmatic_launch():
 @pytest.mark.parametrize("capability", EACH)
 @pytest.mark.parametrize("gated, pdl", [(True, True), (False, True), *expensive((False, False))])
 def test_dense(capability, gated, pdl):
-    """It fits beside itself, so that the next one can start early: it asks L2 for weights before the wait."""
+    """Two copies fit on one multiprocessor, so that the next can start early; it prefetches weights into L2
+    before the wait.
+    """
     pdl = pdl and capability >= 90
     tensors = "x", "weight", "bias", "residual", "out", "norm", "weighted"
     given = dict.fromkeys(tensors, BF16) | dict.fromkeys(("squares", "next_squares"), F32) | {
@@ -154,8 +158,8 @@ OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
 @pytest.mark.parametrize("capability", THREE)
 @pytest.mark.parametrize("one", (False, *expensive(True)))
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_others(capability, name, one):
-    """one: all integers are 1, for which Triton compiles a kernel of its own."""
+def test_other_kernels(capability, name, one):
+    """one: all integers are 1, for which Triton specializes."""
     kernel, warps, given = OTHERS[name]
     compiled(capability, kernel, given, integers=1 if one else ANY, warps=warps)
 
@@ -173,7 +177,7 @@ UNUSED |= {"GATED": False, "PREFETCHED": 0}
 
 
 def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spilled=0):
-    """Compile a kernel that multiplies by weights, with a tile of so many rows."""
+    """Compile a matmul kernel for weights of a kind, with a tile of this many rows."""
     bits, group, scale = WEIGHTS[kind]
     given = {
         **dict.fromkeys(("x", "bias", "residual", "out"), dtype), "scale": scale,
@@ -190,7 +194,7 @@ def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spille
 
 
 def choices():
-    """(compute capability, kind of weights, rows of a tile) of products in bfloat16."""
+    """Return (compute capability, kind of weights, rows of a tile) of bfloat16 matmuls."""
     for capability in (80, 86, 89, 90, 100, 120):
         for kind in ("int8", "q4/32", "q4/64", "q4/128", "q8/16", "q8/32", "f8/128"):
             bits, group, _ = WEIGHTS[kind]
@@ -219,7 +223,7 @@ def test_products(capability, kind, rows):
 @pytest.mark.parametrize("shared", sorted({*SHARED.values()} - {SHARED[75]}))
 @pytest.mark.parametrize("bits, rows", [(bits, rows) for bits in (4, 8) for rows in (16, 32, 64, 128)])
 def test_every_tile_fits(shared, bits, rows):
-    """By an upper bound of all versions of Triton: a launch of what does not fit raises."""
+    """By an upper bound for all versions of Triton: a launch that does not fit would raise."""
     tile, _ = products.tile_config(rows, BF16, bits, shared)
     held = tile.kwargs["BLOCK_K"] * (2 * rows + tile.kwargs["BLOCK_N"] * bits // 8)
     assert tile.num_stages > 1 and tile.num_stages * held <= shared
@@ -229,7 +233,7 @@ def test_every_tile_fits(shared, bits, rows):
 @pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
 @pytest.mark.parametrize("kind", ("int8", "q4/64"))
 def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
-    """Also inputs that no tile divides."""
+    """Also input sizes that no tile divides."""
     bits, group, _ = WEIGHTS[kind]
     rows = products.block_m(60, dtype, bits, group)
     tile, _ = products.tile_config(rows, dtype, bits, SHARED[capability])
@@ -243,7 +247,7 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     *expensive(*product(("q8/16", "f8/128"), (1, experts.STORED_BLOCK_M))),
 ])
 def test_experts(capability, kind, rows):
-    """gpt-oss has 2880 inputs, which the tile of few rows does not divide."""
+    """gpt-oss has 2880 inputs, which the tile for few rows does not divide."""
     tile, even = experts.tile_config(rows, BF16), kind != "mxfp4" or rows > 1
     options = {"even": even, "spilled": 8 if capability == 86 else 0}
     made = multiply(capability, experts.grouped_kernel, kind, tile, tile.kwargs["BLOCK_M"], **options)

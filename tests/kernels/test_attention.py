@@ -1,6 +1,6 @@
-"""Attention over a cache as it is and in bytes, against plain PyTorch in float64.
+"""Attention over an unquantized and an 8-bit cache, against PyTorch in float64.
 
-A row's result never depends on its company, nor on where its slots lie.
+A row's result never depends on the other rows, nor on where its slots lie.
 """
 import ctypes
 import platform
@@ -20,12 +20,12 @@ def attend(isa, qkv, cos, sin, k, v, slots, visible, norms=(None, None, 0.0), wi
 
 
 def in_dtype(isa, k, v):
-    """Caches k, v that hold k, v [B, S, nkv, hd] as they are."""
+    """Return unquantized caches that hold k, v [B, S, nkv, hd]."""
     return k.clone(), v.clone()
 
 
 def in_bytes(isa, k, v):
-    """Caches k, v in bytes that hold k, v [B, S, nkv, hd]."""
+    """Return 8-bit caches that hold k, v [B, S, nkv, hd]."""
     B, S, nkv, hd = k.shape
     cache = Int8Caches.allocate(ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), B, S, k.dtype, "cpu", isa)[0]
     qkv = torch.cat((k, k, v), 2).flatten(2)
@@ -66,7 +66,7 @@ for _parent in (0, 0, 1, 1, 2, 3, 5, 6, 8, 9, 10):
 
 
 def tree_case(dtype, committed=127, heads=6, kv_heads=2, hd=32):
-    """What `attend` takes of the nodes of PATHS; node i is at slot committed + i."""
+    """Return the arguments of `attend` for the nodes of PATHS; node i is at slot committed + i."""
     T, n, draw = len(PATHS), committed + 40, draws(committed)
     qkv = draw(1, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
     cos, sin = draw(1, T, hd // 2).cos(), draw(1, T, hd // 2).sin()
@@ -83,8 +83,8 @@ def tree_case(dtype, committed=127, heads=6, kv_heads=2, hd=32):
 # Groups that end between rows, and within one; heads that are whole words, and not.
 @pytest.mark.parametrize("heads, kv_heads, hd", ((6, 2, 32), (8, 1, 20), (3, 3, 6)))
 def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, window, heads, kv_heads, hd):
-    """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
-    paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
+    """A tree whose nodes lie on both sides of a block boundary of the summation, against each of its paths
+    row by row, as in plain decoding: the same bits on 1, 2, 3 and 5 threads.
     """
     qkv, cos, sin, k, v, own, visible = tree_case(dtype, committed, heads, kv_heads, hd)
     n, found = visible.shape[-1], []
@@ -106,7 +106,7 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, windo
 
 
 def test_scores_of_any_size(each_isa):
-    """Softmax weights that differ by more than floats can tell apart, over several blocks."""
+    """Softmax weights whose ratios exceed float range, over several blocks."""
     draw, n = draws(5), 400
     qkv = draw(1, 2, 3 * 16) * 30
     k, v = draw(1, n, 1, 16) * 30, draw(1, n, 1, 16)
@@ -123,7 +123,7 @@ def test_scores_of_any_size(each_isa):
 
 @pytest.mark.parametrize("hd", (6, 20, 64))
 def test_moving_slots_in_bytes(each_isa, hd):
-    """A cache after a move is the cache of what has been moved."""
+    """Moving slots of an 8-bit cache equals quantizing the moved keys and values."""
     k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
     source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
     moved = in_bytes(each_isa, k, v)
@@ -136,9 +136,9 @@ def test_moving_slots_in_bytes(each_isa, hd):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads a flag of x86")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_old_memory_is_not_multiplied(each_isa, dtype):
-    """Numbers below the exponents of floats take Intel's processors a hundred times as long. A flag shows
-    them.
+def test_no_subnormal_arithmetic(each_isa, dtype):
+    """Arithmetic on subnormal floats is about a hundred times slower on Intel processors. A CPU flag shows
+    whether any were used.
     """
     qkv, cos, sin, k, v, own, visible = tree_case(dtype)
     found, math = (ctypes.c_uint32 * 8)(), ctypes.CDLL("libm.so.6")

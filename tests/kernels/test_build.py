@@ -1,4 +1,4 @@
-"""Building, loading and choosing kernels: what goes wrong is one line and leaves nothing."""
+"""Building, loading and choosing kernels: failures are one line and leave no files behind."""
 import os
 import shutil
 from pathlib import Path
@@ -17,13 +17,13 @@ from tree import TreeShape
 
 @pytest.fixture(scope="module")
 def built():
-    """A library for this machine."""
+    """A library compiled for this machine."""
     return build.build_library(isa.choose(), lambda line: None)
 
 
 @pytest.fixture
 def cached(built, tmp_path, monkeypatch):
-    """The same in a cache of its own."""
+    """The same, in a cache folder of its own."""
     monkeypatch.setattr(build, "CACHE", tmp_path)
     return Path(shutil.copy(built, tmp_path))
 
@@ -49,8 +49,8 @@ def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
         build.writable_folder(build.CACHE)
 
 
-def test_one_line_and_the_text_of_pytorch(golden, monkeypatch, tmp_path):
-    """A compiler that is too old: it has a version, and fails."""
+def test_failed_build_falls_back_to_pytorch(golden, monkeypatch, tmp_path):
+    """With a compiler that is too old: it prints a version, and fails."""
     old = tmp_path / "old-g++"
     old.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'error: unknown -std=c++20' >&2; exit 1; }\n")
     old.chmod(0o755)
@@ -75,7 +75,7 @@ GPU = torch.device("cuda:0")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(capability, multiply): pretend that there is one; `multiply` stands in for `torch._scaled_mm`."""
+    """gpu(capability, multiply): pretend to have this GPU; `multiply` replaces `torch._scaled_mm`."""
     def pretend(capability, multiply):
         monkeypatch.setattr(quantized, "FP8_DEVICES", set())
         monkeypatch.setattr(gpu_device, "HAS_TRITON", True)
@@ -116,6 +116,8 @@ def test_cublas_sums_in_float32(dtype):
 
 
 def test_trees_on_gpus():
-    """A small GPU is compute-bound at about 70 tokens in bf16: with the paper's tree drafting can lose."""
+    """A small GPU is compute-bound from about 70 tokens in bf16: with the paper's tree speculation can be
+    slower than plain decoding.
+    """
     trees = [TORCH_BACKEND.default_tree(torch.device("cuda"), False, batch) for batch in (1, 12, 16, 24, 64)]
     assert trees == [TreeShape(*s) for s in ((16, 4, 5), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2))]

@@ -1,4 +1,4 @@
-"""GPTQ against rounding to nearest, and against what it must be where inputs are not correlated."""
+"""GPTQ against rounding to nearest, and against its known result for uncorrelated inputs."""
 import pytest
 import torch
 
@@ -7,15 +7,15 @@ from kernels.stored import dequantize_stored, expand_scales, fit, int4_kind, qua
 
 
 def correlated(inputs: int, rows: int, seed: int) -> torch.Tensor:
-    """Inputs [rows, inputs] that share a few directions, as those of a language model do."""
+    """Return inputs [rows, inputs] that share a few directions, like activations of a language model."""
     g = torch.Generator().manual_seed(seed)
     mixed = torch.randn(rows, inputs // 8, generator=g) @ torch.randn(inputs // 8, inputs, generator=g)
     return mixed + 0.5 * torch.randn(rows, inputs, generator=g)
 
 
 @pytest.mark.parametrize("inputs, group", [(64, 64), (192, 32), (320, 64), (384, 128)])
-def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
-    """Also on inputs that it has not seen. Blocks of columns end in and after groups."""
+def test_gptq_beats_rounding_to_nearest(inputs, group):
+    """Also on held-out inputs. GPTQ's column blocks end inside groups and between them."""
     weight = torch.randn(40, inputs, generator=torch.Generator().manual_seed(1))
     weight[3] = 0
     x = correlated(inputs, 4096, seed=0)
@@ -38,8 +38,8 @@ def test_second_moments_in_panels(monkeypatch):
     torch.testing.assert_close(second_moments(x), x.T @ x)
 
 
-def test_where_inputs_are_not_correlated_it_is_the_nearest():
-    """But for scales, whose units have more room."""
+def test_uncorrelated_inputs_round_to_nearest():
+    """Scales may differ by a percent."""
     weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), int4_kind(64)
     want = expand_scales(kind, *fit(kind, weight))
     for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):

@@ -1,4 +1,4 @@
-"""Which instruction set is chosen."""
+"""Selection of the instruction set."""
 import pytest
 from helpers import refused
 
@@ -15,7 +15,7 @@ NEOVERSE_V1 = NEOVERSE_N1 | {"bf16", "i8mm", "sve"}
 
 @pytest.fixture
 def on(monkeypatch):
-    """A function that pretends to run on a processor with these features, and EAGLE_ISA of this value."""
+    """Return a function that simulates a processor with these features, and EAGLE_ISA set to this value."""
     def pretend(features, variable="", amx_permitted=True) -> None:
         monkeypatch.setattr(isa, "features", lambda: frozenset(features))
         monkeypatch.setattr(isa, "vendor", lambda: isa.OTHER)
@@ -32,13 +32,13 @@ def on(monkeypatch):
     (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neondot"), (NEOVERSE_N1, "neondot"),
     (CORTEX_A72, "neon"),
 ))
-def test_the_best_one_is_chosen(on, features, best):
+def test_best_isa_is_chosen(on, features, best):
     on(features)
     assert isa.choose().name == best == isa.available()[0] and isa.available()[-1] == "portable"
 
 
-def test_another_one_can_be_named(on):
-    """By flag or variable, if the processor has it and, for AMX, Linux permits it."""
+def test_isa_can_be_overridden(on):
+    """By flag or environment variable, if the processor supports it and, for AMX, Linux permits it."""
     on(ZEN4, "avx512")
     assert [isa.choose(name).name for name in (None, "portable")] == ["avx512", "portable"]
     on(SAPPHIRE_RAPIDS, amx_permitted=False)

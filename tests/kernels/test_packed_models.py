@@ -33,7 +33,7 @@ pytestmark = pytest.mark.kernels
     {"num_experts": 20, "experts_per_token": 3, "renormalise_experts": False},
     {"biases": True, "activation": "clamped_swiglu"},
 ))
-def test_a_packed_model_is_the_model(options):
+def test_packed_model_equals_pytorch(options):
     """Other families: tests/checkpoint/test_families.py."""
     target, head = small_models(160, 64, 6, **options)
     prompt = list(range(3, 40))
@@ -58,8 +58,10 @@ def test_a_packed_model_is_the_model(options):
     assert (found - logits).norm() < 1e-5 * logits.norm()
 
 
-def test_a_pass_that_needs_more_room_than_a_thread_keeps():
-    """It computes what passes over fewer rows do, and so do those after it."""
+def test_pass_larger_than_scratch_buffers():
+    """A pass larger than the per-thread scratch buffers gives the results of smaller passes, and so do the
+    passes after it.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 8192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     target = Transformer(ModelArgs(vocab_size=160, num_layers=2, max_seq_len=1024, **sizes)).bfloat16().eval()
     backend = choose_backend("cpu")
@@ -78,7 +80,7 @@ def test_a_pass_that_needs_more_room_than_a_thread_keeps():
             same(read(600, 700), parts[-1])
 
 
-def test_what_the_kernels_cannot_take_is_left_alone():
+def test_unsupported_layers_stay_in_pytorch():
     target, head = small_models(160, 64, dtype=torch.float16)
     assert not choose_backend("cpu").prepare(target, head)
     assert not any(isinstance(m, PackedLinear) for m in target.modules())
@@ -90,9 +92,9 @@ def test_what_the_kernels_cannot_take_is_left_alone():
 
 
 @pytest.mark.parametrize("mode", (None, "int8", "w8a8", "w4a8", "mxfp4"))
-def test_a_mixture(mode):
-    """In float32 it is its definition. In any dtype a row's bits depend on no other row, and drafted text is
-    plain text.
+def test_mixture_of_experts(mode):
+    """In float32 it equals PyTorch. In any dtype a row's bits depend on no other row, and speculative output
+    equals plain output.
     """
     rounds = mode in ("w8a8", "w4a8", "mxfp4")
     limit = 1e-2 if rounds else 1e-5  # inputs near a tie may round to the next value
@@ -119,9 +121,9 @@ def test_a_mixture(mode):
 @pytest.mark.parametrize("of_head, window", (
     ({}, 0), ({"num_layers": 3}, 0), ({}, 6), ({"feature_norm": "each"}, 0), ({"recycle_normed": True}, 0),
 ))
-def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
-    """The bits of its parts one after the other, after texts of several lengths, whatever drafts cost. One
-    variant is not.
+def test_fused_draft_operator(dtype, sampled, price, of_head, window):
+    """The fused operator gives the bits of the separate operations, for texts of several lengths and any
+    draft cost. One variant of the head has no fused operator.
     """
     target, head = small_models(160, 64, 6, dtype, {"draft_vocab_size": 96} | of_head)
     head.set_sliding_window(window)

@@ -1,6 +1,6 @@
-"""Linear layers and norms against plain PyTorch in float64.
+"""Linear layers and norms against PyTorch in float64.
 
-A row's result never depends on its company, nor on who else calls.
+A row's result never depends on the other rows, nor on concurrent callers.
 """
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ STORED = (
 
 
 def check_alone(compute, x) -> None:
-    """Any rows of x [n, K] alone, in any layout, on any number of threads: the same bits."""
+    """Any subset of the rows of x [n, K], in any layout, on any number of threads, gives the same bits."""
     whole, n = compute(x), len(x)
     for count in (1, 2, 3, 7, 8, 11, 12, 13, 25):
         for first in {0, 1, 5, n // 2, n - count}:
@@ -46,7 +46,7 @@ def check_alone(compute, x) -> None:
     *zip((1, 13, 40), (31, 16, 75), GATES),
 ))
 def test_products(each_isa, dtype, activation, mode, inputs, rows, columns):
-    """Exactly the product of what x is rounded to with the weight that the layer stands for."""
+    """Exactly the product of the rounded x with the dequantized weight."""
     layer = random_layer(mode, inputs, columns * (1 if activation is None else 2), dtype)
     packed, draw = PackedLinear(each_isa, layer, dtype, activation), draws(rows)
     x, onto = draw(2, rows, inputs).mul(0.3).to(dtype), draw(2, rows, columns, dtype=dtype)
@@ -93,13 +93,13 @@ def test_rms_norm(each_isa, dtype, size):
 
 @pytest.fixture
 def multiply():
-    """A product that several threads share."""
+    """A matmul shared by several threads."""
     packed = PackedLinear(CpuBackend.load(), random_layer(None, 256, 900, torch.float32), torch.float32)
     return lambda: packed(draws(1)(5, 256))
 
 
-def test_callers_side_by_side(multiply):
-    """Several threads of Python call at once, and the number of threads changes meanwhile."""
+def test_concurrent_callers(multiply):
+    """Several Python threads call at once while the number of threads changes."""
     expected = multiply()
     torch.set_num_threads(3)
 

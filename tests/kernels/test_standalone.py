@@ -31,7 +31,7 @@ STORED = {"q4-32-row-min": "w4a8", "q4-32-0": "w4a8", "q6-16-256": "w6a8", "q8-3
 
 
 class Driver:
-    """A compiled driver. backend: a CPU backend whose weights are packed as this one reads them."""
+    """A compiled driver. backend: a CPU backend that packs weights in the layout this driver reads."""
 
     def __init__(self, folder, compiler: str, *flags: str):
         kernels = [path for path in build.sources() if path.suffix == ".cpp" and path.name != "operators.cpp"]
@@ -44,7 +44,7 @@ class Driver:
         self.backend.layout, self.blocks = Layout(*numbers[:5]), numbers[5:]
 
     def answers(self, *records: list) -> bytes:
-        """Return what the driver computes of records: numbers, and tensors or None."""
+        """Return what the driver computes from records: numbers, and tensors or None."""
         with open(self.path, "wb") as file:
             for part in (part for record in records for part in record):
                 if isinstance(part, int):
@@ -129,7 +129,7 @@ def attend(driver: Driver, in_bytes: bool, case) -> None:
 @pytest.mark.expensive
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
 def test_kernels_alone(compiler, name, tmp_path):
-    """Products and attention against float64."""
+    """Matmuls and attention against float64."""
     if not shutil.which(compiler) or (compiler == CROSS and not shutil.which(EMULATOR[0])):
         pytest.skip(f"{compiler} is not installed, or no {EMULATOR[0]}")
     driver = Driver(tmp_path, compiler, *isa.SETS[name].flags)
@@ -139,7 +139,7 @@ def test_kernels_alone(compiler, name, tmp_path):
 
 @pytest.mark.expensive
 def test_tiles_in_software(tmp_path):
-    """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes."""
+    """The AMX loops with emulated instructions: correct, batch-invariant, exact for 8-bit x."""
     if "avx512bf16" not in isa.available():
         pytest.skip("tiles in software need AVX512-BF16")
     # Less optimized, which compiles sooner: nobody runs this.

@@ -1,4 +1,5 @@
-"""Operators of a step with each instruction set, compared with their PyTorch definition, `Step`."""
+"""The operators of a decoding step for each instruction set, compared with their PyTorch definition, `Step`.
+"""
 import pytest
 import torch
 from helpers.kernels import draws, same
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def both(each_isa):
-    """A function that calls another with `Step` and with a CPU step, and returns both results."""
+    """Return a function that calls another with `Step` and with a CPU step, and returns both results."""
     return lambda function, *arguments: (function(Step(), *arguments), function(each_isa.step, *arguments))
 
 
@@ -40,7 +41,7 @@ def integers(high, shape, seed=0):
 
 
 @pytest.mark.parametrize("n", (64, 192))
-def test_visible_slots(both, n):
+def test_tree_attention_mask(both, n):
     length = torch.tensor([0, 7, 60, 64])
     local = random(4, 5, 9) > 0
     defined, found = both(lambda step: step.mask(torch.arange(n), length, local))
@@ -70,7 +71,7 @@ def test_rank(both, V, k, rows):
 
 @pytest.mark.parametrize("k", (1, 4, 10))
 def test_extend(both, k):
-    """Three levels of a growth: the same candidates and beams, and the same rows they came from."""
+    """Three levels of tree growth: the same candidates and beams, from the same rows."""
     def grow(step) -> list:
         growth, found = CandidateTree(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
         for level in range(3):
@@ -88,7 +89,7 @@ def test_extend(both, k):
 
 
 def test_gumbel_noise(both):
-    """To a few units of the last place; the largest, which win, relative to themselves."""
+    """To a few ulps; for the largest values, which win, relative to themselves."""
     key, positions = seed_keys([3, 2**40 + 5]), torch.tensor([[0, 1, 2], [7, 8, 2**20]])
     temperature = torch.tensor([1.0, 0.5])
     defined, found = both(call("gumbel"), key, positions, temperature, 49157)
@@ -97,8 +98,8 @@ def test_gumbel_noise(both):
     assert torch.equal(both(call("gumbel"), key, positions, temperature, 500)[1], found[..., :500])
 
 
-def test_noise_that_is_copied_is_what_it_was(each_isa):
-    """Rows of the latest noise are taken again, for the same place, key, position and temperature alone."""
+def test_reused_noise_is_exact(each_isa):
+    """Rows of the latest noise are reused for the same slot, key, position and temperature only."""
     keys, positions, latest = seed_keys([3, 4]), torch.tensor([[5, 6, 7], [9, 10, 11]]), []
     for key, at, temperature, size in (
         (keys, positions, [1.0, 0.5], 9000), (keys, positions + torch.tensor([[2], [1]]), [1.0, 0.5], 9000),
@@ -114,7 +115,7 @@ def test_noise_that_is_copied_is_what_it_was(each_isa):
 
 
 def random_costs(seed: int, nodes: int, texts: int) -> MarginalCosts:
-    """Random ones: some below nothing, then some infinite. The first text decodes nothing."""
+    """Return random costs, some negative, the last ones infinite. The first sequence is inactive."""
     each = random(nodes - 1, seed=seed).abs() / 4
     each[nodes // 2 :], each[: seed % 3] = float("inf"), -1.0
     return MarginalCosts(0.1, each, torch.arange(texts) / 2)
@@ -123,7 +124,7 @@ def random_costs(seed: int, nodes: int, texts: int) -> MarginalCosts:
 @pytest.mark.parametrize("priced", (False, True))
 @pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
 def test_prune_and_accept(both, shape, priced):
-    """Random growths, with equal scores among them."""
+    """Random candidates, with equal scores among them."""
     def grow(step, seed: int) -> tuple[Tree, Tensor, Tensor]:
         B, k, draw = 3, shape.width, iter(range(1000 * seed, 1000 * (seed + 1)))
 
@@ -148,7 +149,7 @@ def test_prune_and_accept(both, shape, priced):
 @pytest.mark.parametrize("priced", (False, True))
 @pytest.mark.parametrize("nodes", (2, 10, 20))
 def test_join(both, nodes, priced):
-    """Random trees of few tokens, with equal scores and scores of -inf among them."""
+    """Random trees over few tokens, with equal scores and scores of -inf among them."""
     for seed in range(8):
         one, other = (random_tree(12, 4, 1000 * s + seed) for s in (1, 2))
         one = one._replace(scores=one.scores.mul(3).round())
@@ -161,7 +162,7 @@ def test_join(both, nodes, priced):
 
 @pytest.mark.parametrize("lengths, shortest", (((7, 3, 1), 2), ((4,), 1), ((2, 2, 2, 2), 3)))
 def test_follow(both, lengths, shortest):
-    """Random texts of three tokens, short and long, among other texts; other tokens stand behind them."""
+    """Random sequences of three tokens, short and long; unrelated tokens follow in memory."""
     matcher = NGram(lengths, min_match=shortest)
     for seed in range(8):
         texts = [integers(3, (n,), seed).tolist() for n in (1, 2, 5 + seed, 59)]
@@ -174,7 +175,9 @@ def test_follow(both, lengths, shortest):
 
 
 def test_commit_emits(both):
-    """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
+    """Sequences that continue, stop at an id, reach their limit, or have ended; steps narrower than the
+    state's.
+    """
     def step(one, width):
         tokens = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
         count = torch.tensor([2, 3, 3, 3, 1])
@@ -196,8 +199,9 @@ def test_commit_emits(both):
 @pytest.mark.parametrize("more", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_commit_hands_over(both, each_isa, more, dtype):
-    """One to three tokens of a pass of five rows; after unread ones, as far as there is room. Keys and values
-    go where committed tokens stand."""
+    """Features of one to three tokens of a five-row pass are appended to unread ones, as far as there is
+    room. Keys and values move to the committed slots.
+    """
     features = torch.randn(4, 5, 5, dtype=dtype)  # rows of odd numbers of bytes
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
     args = ModelArgs(

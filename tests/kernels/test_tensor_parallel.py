@@ -1,4 +1,4 @@
-"""Sharding of a target: all-reduces, weights, errors. Outputs of several ranks: engine/test_ranks.py."""
+"""Tensor parallelism: all-reduces, weights, errors. Outputs of several ranks: engine/test_ranks.py."""
 from dataclasses import replace
 
 import pytest
@@ -27,7 +27,7 @@ def shards(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Sh
      "2 ranks: w4a8 has groups of 32 inputs, but rank 0 would have queries 0 to 16"),
     (replace(ARGS, vocab_size=2), 3, None, "2 tokens, in units of 1, cannot be sharded over these ranks"),
 ])
-def test_what_cannot_be_sharded_is_refused_with_the_numbers(args, count, scheme, words):
+def test_unshardable_sizes_are_refused(args, count, scheme, words):
     if words is None:
         assert len(shards(args, count, scheme)) == count
         return
@@ -37,7 +37,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_numbers(args, count, scheme,
 
 
 class Together(Ranks):
-    """Ranks in one process: what the others give is known."""
+    """Ranks in one process, with the other ranks' values given."""
 
     def __init__(self, rank: int, parts: list):
         super().__init__(rank, len(parts), "")
@@ -49,7 +49,7 @@ class Together(Ranks):
 
 
 def test_sums_are_added_in_the_order_of_the_ranks():
-    """A row's sum is the same bits whatever stands beside it."""
+    """A row's sum has the same bits whatever the other rows are."""
     parts = [torch.randn(5, 7) * 10**i for i in range(4)]
     total = Together(2, parts).all_reduce(parts[2])
     assert torch.equal(total, ((parts[0] + parts[1]) + parts[2]) + parts[3])
@@ -57,7 +57,7 @@ def test_sums_are_added_in_the_order_of_the_ranks():
     assert torch.equal(Together(0, alone).all_reduce(alone[0]), total[3:4])
 
 
-def test_the_first_of_equals_is_the_best():
+def test_argmax_of_ties():
     value, token = torch.tensor([[1.0, 2, 5], [3, 2, 5], [3, 2, 4]]), torch.arange(9).view(3, 3)
     parts = [torch.stack((v.double(), t.double())) for v, t in zip(value, token)]
     assert Together(1, parts).argmax(value[1], token[1]).tolist() == [3, 1, 2]

@@ -1,4 +1,4 @@
-"""A server for the tests of this folder, and the same model decoding plainly in this process."""
+"""A server for the tests of this folder, and plain decoding of the same model in this process."""
 from collections.abc import Callable
 from functools import partial
 
@@ -8,7 +8,7 @@ from helpers.serving import Serving, serving
 
 @pytest.fixture(scope="session")
 def server(golden, tmp_path_factory) -> Serving:
-    """The golden target with its EAGLE-3 head: three places, a queue of five, 300 tokens."""
+    """The golden target with its EAGLE-3 head: three slots, a queue of five, a context of 300 tokens."""
     options = "--speculate", "eagle3", "--tree", "16,3,4", "--slots", "3", "--queue", "5"
     options += "--max-tokens", "120"
     log, room = tmp_path_factory.mktemp("server") / "log", ("--max-seq-len", "300", "--model-name", "golden")
@@ -19,5 +19,6 @@ def server(golden, tmp_path_factory) -> Serving:
 
 @pytest.fixture(scope="session")
 def plain(llm) -> Callable:
-    """A function (prompt, **sampling) -> the engine's request, decoded without drafts at temperature 1."""
+    """A function (prompt, **sampling) -> the engine's request, decoded without speculation at temperature 1.
+    """
     return partial(llm.generate, max_new_tokens=40, temperature=1.0)

@@ -1,4 +1,4 @@
-"""The server's routes, limits and end, with clients that are hostile, hasty, or go."""
+"""The server's routes, limits and shutdown; malformed requests, impatient clients, disconnects."""
 import concurrent.futures
 import gzip
 import itertools
@@ -31,7 +31,7 @@ def metrics(server) -> dict[str, float]:
 
 
 def quiet(server, seconds: float = 10.0) -> bool:
-    """Return whether soon nothing runs or waits."""
+    """Return whether the server becomes idle within a short time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         health = server.get("/health").json()
@@ -84,7 +84,9 @@ REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
 
 
 def test_bad_bodies_are_one_line_errors(server):
-    """JSON must be called so by pages: one of another site may send text without the browser's asking."""
+    """Web pages must send JSON with its content type: browsers let another site post text without asking the
+    server.
+    """
     for path, body, words in [*REFUSED, ("/v1/chat/completions?page", CHAT, "Content-Type")]:
         if isinstance(body, dict):
             body = json.dumps((CHAT if "chat" in path else {}) | body).encode()
@@ -110,7 +112,7 @@ LIMITS = (
 
 
 def test_fields_that_limit_an_answer(server):
-    """The same with drafts and without."""
+    """Equal with and without speculation."""
     for temperature, (fields, pattern) in itertools.product((0, 1), LIMITS):
         body = CHAT | fields | {"max_tokens": 24, "temperature": temperature}
         text, plain = (server.post(**body, speculate=drafts).json()["choices"][0]["message"]["content"]
@@ -121,7 +123,7 @@ def test_fields_that_limit_an_answer(server):
 
 
 def test_requests_as_clients_send_them(server):
-    """Without Content-Type or with curl's, with slashes too many, HEAD; compressed bodies are refused."""
+    """Without a Content-Type or with curl's default, extra slashes, HEAD; compressed bodies are refused."""
     body = json.dumps({"prompt": "the sea", "max_tokens": 1}).encode()
     for path, headers in (
         ("/v1/completions", {}), ("/completions", {"Content-Encoding": "identity"}),
@@ -149,9 +151,9 @@ def test_null_and_unknown_fields_are_ignored(server):
     assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12  # a prompt counts once
 
 
-def test_speculation_is_told(server):
-    """Each step's tree has the accepted path in it, which begins the step's tokens. The figures of a request
-    are vLLM's, in a stream on the last chunk.
+def test_speculation_statistics(server):
+    """Each step's tree contains the accepted path, which the step's tokens start with. Field names are
+    vLLM's; in a stream they come with the last chunk.
     """
     body = {**ENDLESS, "max_tokens": 30, "return_speculation": True}
     with server.stream(**body) as events:
@@ -179,7 +181,7 @@ def test_speculation_is_told(server):
 
 
 def test_control_tokens_of_raw_prompts(server):
-    """Texts of completions are written for the model, so <eos> is a token there, and echoed as it came."""
+    """Completion prompts are raw text, so <eos> is a token there, and is echoed as sent."""
     prompt, chat = "a<eos>b", {"messages": [{"role": "user", "content": "a<eos>b"}], "tools": [TOOL]}
     for more, want in (({}, [97, 257, 98]), ({"parse_special": False}, list(prompt.encode()))):
         assert server.post("/tokenize", prompt=prompt, **more).json()["tokens"] == want
@@ -222,8 +224,8 @@ def test_routes(server):
         assert server.post("/detokenize", tokens=found["tokens"] + more).json() == {"prompt": text}
 
 
-def test_too_many_are_refused(server):
-    """Three places and a queue of five: of twelve at once, eight are answered."""
+def test_full_queue_is_refused(server):
+    """Three slots and a queue of five: of twelve concurrent requests, eight are answered."""
     assert quiet(server)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda _: server.post(**ENDLESS | {"max_tokens": 150}), range(12)))
@@ -232,7 +234,7 @@ def test_too_many_are_refused(server):
     assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
 
 
-def test_a_client_that_goes_frees_its_place(server):
+def test_disconnect_frees_the_slot(server):
     assert quiet(server)
     before = metrics(server)
     for _ in range(3):
@@ -289,7 +291,7 @@ def test_key_origins_size_and_time(golden, tmp_path):
         assert end == "[DONE]" and "0.5 s" in json.loads(last)["error"]["message"]
 
 
-def test_requests_end_before_the_server_does(golden, tmp_path):
+def test_graceful_shutdown(golden, tmp_path):
     with serving(golden, tmp_path / "log", "--grace", "30", "--speculate", "none") as server:
         with server.stream(**ENDLESS) as events:
             next(events)
@@ -305,8 +307,8 @@ def test_requests_end_before_the_server_does(golden, tmp_path):
 
 
 @pytest.mark.parametrize("grace, signals", (("0.3", 1), ("60", 2)))
-def test_no_longer_than_the_grace_or_a_second_signal(golden, tmp_path, grace, signals):
-    """Streams, whole answers and waiting requests that have not ended by then get an error."""
+def test_shutdown_deadline_and_second_signal(golden, tmp_path, grace, signals):
+    """Streams, plain responses and queued requests that have not ended by then get an error."""
     options = "--grace", grace, "--slots", "2", "--speculate", "none"  # else trees are measured first
     with serving(golden, tmp_path / "log", *options) as server:
         body = {**ENDLESS, "max_tokens": 1900}
@@ -342,7 +344,9 @@ BODIES = [
 
 
 def answers(server) -> list[str]:
-    """All at once, on three places, while another client reads a little of a long text and goes."""
+    """Return answers to concurrent requests on three slots, while another client disconnects in the middle of
+    a long stream.
+    """
     def ask(i: int) -> str:
         messages = [{"role": "user", "content": f"tell me something about {i}"}]
         answer = server.post(**{"messages": messages, "temperature": 0, **BODIES[i]}).json()
@@ -354,7 +358,7 @@ def answers(server) -> list[str]:
     return [*found]
 
 
-def test_answers_are_those_of_one_process(golden, server, tmp_path):
+def test_two_ranks_answer_as_one(golden, server, tmp_path):
     want = answers(server)
     with serving(golden, tmp_path / "log", *ON_RANKS, ranks=2) as server:
         bad = server.post("/v1/completions", prompt=[1, 99999], max_tokens=4)
@@ -367,7 +371,7 @@ def test_answers_are_those_of_one_process(golden, server, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
 def test_a_rank_that_dies_ends_the_server(golden, tmp_path):
-    """A client that waits for an answer gets the reason why there is none."""
+    """A waiting client gets an error that names the reason."""
     with serving(golden, tmp_path / "log", *ON_RANKS, ranks=2) as server:
         pid = server.process.pid
         ranks = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))

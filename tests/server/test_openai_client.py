@@ -1,4 +1,4 @@
-"""The official client against a running server: each text is that of plain decoding here."""
+"""The official client against a running server: output equals plain decoding in this process."""
 import asyncio
 import json
 from functools import partial
@@ -25,13 +25,13 @@ def chat(client):
 
 
 def text_of(chunks, index: int = 0) -> str:
-    """Return the text of one choice of a chat's stream."""
+    """Return the text of one choice of a chat stream."""
     choices = (choice for chunk in chunks for choice in chunk.choices if choice.index == index)
     return "".join(choice.delta.content or "" for choice in choices)
 
 
 def test_greedy_and_the_default(chat, plain):
-    """The default is OpenAI's: temperature 1, another seed each time."""
+    """The default is OpenAI's: temperature 1, a new seed each time."""
     answer, want = chat(temperature=0, max_completion_tokens=40), plain(USER, temperature=0)
     (choice,), usage = answer.choices, answer.usage
     assert choice.message.content == want.text and choice.message.role == "assistant"
@@ -74,7 +74,7 @@ def test_penalties_biases_and_stops(chat, plain):
 @pytest.mark.parametrize("choice, names", (
     ("required", {"walk", "wait"}), ({"type": "function", "function": {"name": "wait"}}, {"wait"}),
 ), ids=("required", "named"))
-def test_a_call_that_has_to_come(chat, choice, names):
+def test_required_tool_calls(chat, choice, names):
     walk, wait = ({"type": "function", "function": {"name": name}} for name in ("walk", "wait"))
     walk["function"]["parameters"] = SCHEMA
     options = {"tools": [walk, wait], "tool_choice": choice, "max_tokens": 200, "temperature": 0.8}
@@ -90,7 +90,7 @@ def test_a_call_that_has_to_come(chat, choice, names):
 
 
 def test_the_schema_of_the_output_wherever_a_client_has_it(chat):
-    """A whole text follows it: OpenAI's, llama.cpp's and vLLM's fields."""
+    """Complete output conforms to the schema: OpenAI's, llama.cpp's and vLLM's fields."""
     own, form = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, "response_format"
     own["additionalProperties"] = False
     for body in (
@@ -115,8 +115,8 @@ def test_completions_of_texts_and_ids(client, plain):
 
 
 def test_echo_with_logprobs_scores_the_prompt(client):
-    """As lm-evaluation-harness uses it. Offsets are places in the text, also of tokens that are no whole
-    character, and of those that are no part of the text.
+    """As lm-evaluation-harness uses it. Offsets are character positions, also of tokens that are partial
+    characters or not part of the text.
     """
     ids = [*"é 猫x".encode(), 257, *b"ab"]
     options = {"model": "golden", "prompt": [ids], "echo": True, "logprobs": 1, "temperature": 0}
@@ -136,7 +136,7 @@ def test_echo_with_logprobs_scores_the_prompt(client):
     assert "".join(part.text for part in parts) == one.text
 
 
-def test_the_next_turn_reads_only_what_is_new(chat):
+def test_prefix_cache_serves_the_next_turn(chat):
     turn = [{"role": "user", "content": "once upon a time there was a very long first message"}]
     first = chat(messages=turn, max_tokens=30, seed=1)
     turn += [{"role": "assistant", "content": first.choices[0].message.content},
@@ -145,8 +145,8 @@ def test_the_next_turn_reads_only_what_is_new(chat):
     assert first.usage.prompt_tokens <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
-def test_many_at_once(server, plain):
-    """Twenty clients, three places, a queue of five: the client retries those that do not fit."""
+def test_many_concurrent_clients(server, plain):
+    """Twenty clients, three slots, a queue of five: the client library retries requests that are refused."""
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=20)
 
     async def one(seed: int) -> str:

@@ -1,4 +1,4 @@
-"""The page in a real browser: by keyboard, on a phone, in the dark, and when the server dies.
+"""The page in a real browser: keyboard only, on a phone, in dark mode, and with a server that stops.
 
 Needs the package playwright, and a Chromium in the PATH or playwright's own (`playwright install chromium`).
 """
@@ -31,7 +31,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, server):
-    """The page, empty. A script error or a request to another machine is a failure."""
+    """A new page. Script errors and requests to other hosts fail the test."""
     context = browser.new_context()
     opened, wrong = context.new_page(), []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
@@ -50,7 +50,7 @@ def fill(page, **settings) -> None:
 
 
 def write(page, words: str) -> None:
-    """Send a message by keyboard, and wait for the answer's end."""
+    """Send a message by keyboard, and wait for the end of the answer."""
     page.get_by_label("Message", exact=True).press_sequentially(words)
     page.keyboard.press("Enter")
     ended(page)
@@ -173,7 +173,7 @@ HOSTILE = """# <img src=x onerror=alert(1)> **bold** `<b>` [bad](javascript:aler
 ![i](https://a.page/x.png) <iframe>"""
 
 
-def test_what_a_model_writes_is_no_markup(page):
+def test_model_output_is_not_html(page):
     page.evaluate("""async (source) => {
         const { render } = await import("./markdown.js");
         const into = document.createElement("div");
@@ -191,7 +191,7 @@ def test_what_a_model_writes_is_no_markup(page):
 
 
 def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
-    """A server without drafts offers none."""
+    """Both servers run without a drafter, so the page shows no speculation switch."""
     options = "--port", str(free_port()), "--api-key", "secret", "--speculate", "none"
     page = browser.new_context().new_page()
     page.on("dialog", lambda dialog: dialog.accept("secret"))
@@ -215,7 +215,7 @@ def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
 
 
 def test_messages_are_refused_edited_and_deleted(page):
-    """What is refused returns to the input, also after a reload."""
+    """The text of a refused message returns to the input box, also after a reload."""
     write(page, "first")
     too_long = "word " * 400
     page.locator("#input").fill(too_long)
@@ -240,7 +240,7 @@ def test_messages_are_refused_edited_and_deleted(page):
 
 
 def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
-    """Leaving, a reload and Escape keep the old answer."""
+    """Leaving the page, reloading, or Escape keeps the old answer."""
     fill(page, most=2)
     page.get_by_label("Compare with plain decoding").check()
     write(page, "first")

@@ -1,4 +1,4 @@
-"""Replies to chats with tools, from a model that writes a given text; and a device that fails."""
+"""Responses to chats with tools, from a fake model that generates a given text; device failures."""
 import asyncio
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ TEMPLATE = "{% if tools %}<tool_call><function=f>{% endif %}{{ messages[0].conte
 
 
 class Engine:
-    """An engine that writes one text, a token a step."""
+    """A fake engine that generates one text, one token per step."""
 
     batch, window, max_seq_len, busy, runner = 1, 1, 1000, False, SimpleNamespace(fallbacks=())
     max_lengths = 1000, 1000
@@ -52,7 +52,8 @@ class Engine:
 
 
 def started(folder, text: str = "", template: str = TEMPLATE, control: tuple[str, ...] = ()):
-    """Start a worker whose model writes a text -> (it, a client). control: further control tokens."""
+    """Start a worker whose model generates a text; return (worker, client). control: further control tokens.
+    """
     (folder / "plain").mkdir()
     (folder / "changed").mkdir()
     write_byte_tokenizer(folder / "plain")
@@ -108,7 +109,7 @@ CHANNELS = (
     *CALLS, *((HARMONY, *case) for case in CHANNELS)
 ], ids=range(21))
 def test_calls_and_thoughts(tmp_path, template, control, text, more, content, reasoning, calls):
-    """A stream has what the whole reply has."""
+    """A stream adds up to the complete response."""
     (worker, client), path = started(tmp_path, text, template, control), "/v1/chat/completions"
     (choice,) = client.post(path, json=BODY | more).json()["choices"]
     lines = client.post(path, json={**BODY, **more, "stream": True}).text.split("\n\n")
@@ -135,7 +136,7 @@ RESPONSES = (  # template, the model's text; kinds of items, and their texts
 
 @pytest.mark.parametrize("template, text, kinds, texts", RESPONSES, ids=range(len(RESPONSES)))
 def test_responses(tmp_path, template, text, kinds, texts):
-    """OpenAI's client builds the whole response from the stream; it goes back as input of the next one."""
+    """OpenAI's client assembles the response from the stream; it is sent back as input of the next turn."""
     worker, http = started(tmp_path, text, template)
     client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", http_client=http)
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -172,7 +173,7 @@ def test_responses(tmp_path, template, text, kinds, texts):
 
 
 def test_lines_of_a_stream_are_lines_to_every_client(tmp_path):
-    """httpx and requests end lines at these characters, too."""
+    """httpx and requests also split lines at these characters."""
     text = "one\u2028two\x85three\u2029\x0c\x1cé"
     worker, client = started(tmp_path, text)
     lines = client.post("/v1/chat/completions", json={**BODY, "stream": True}).text.splitlines()
@@ -186,7 +187,7 @@ def test_lines_of_a_stream_are_lines_to_every_client(tmp_path):
     (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: removing fails too
 ), ids=("fails", "gone"))
 def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, gone, answers):
-    """A bug ends the requests that run; three in a row end all."""
+    """A bug fails the running requests; three in a row stop the server."""
     def fail(*_):
         raise RuntimeError("the device is gone")
 
@@ -202,7 +203,7 @@ def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, gone, answers):
 
 
 def test_scores_of_a_tree_are_json():
-    """Of prompt lookup, too, whose chains without a match have none: JSON has no infinity."""
+    """Prompt lookup gives chains without a match a score of -inf, which JSON cannot hold."""
     reply = SimpleNamespace(body=SimpleNamespace(return_speculation=True), tokens=SimpleNamespace(text=str))
     draft = Draft([5, 6, 7], [0, 0, 0], [0, 1], [0.0, -0.5, float("-inf")])
     told = Reply.speculation(reply, Event(None, [6, 8], "", 1, [], 2, draft, None))["speculation"]
@@ -215,8 +216,8 @@ def test_scores_of_a_tree_are_json():
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 
 
-def test_bodies_are_bounded_in_time_and_together(monkeypatch):
-    """The last clients have to come back, and nothing is held later."""
+def test_request_body_limits(monkeypatch):
+    """When the limit is reached clients have to retry; afterwards no memory is held."""
     monkeypatch.setattr(gate, "MAX_BUFFERED_BYTES", 250)
     monkeypatch.setattr(gate, "BODY_TIMEOUT", 0.2)
 

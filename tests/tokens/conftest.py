@@ -15,7 +15,9 @@ from tokens.word_rules import WORD_RULES
 
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory) -> Path:
-    """A folder with tokenizer.json: ChatML, BOS by the post-processor, settings of training to be ignored."""
+    """A folder with tokenizer.json: ChatML, BOS from the post-processor, training settings that must be
+    ignored.
+    """
     folder = tmp_path_factory.mktemp("bpe")
     model = train_bpe(WORD_RULES["smollm"])
     model.post_processor = processors.TemplateProcessing(
@@ -38,7 +40,7 @@ def byte_tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def sp(tmp_path_factory) -> Path:
-    """A folder with tokenizer.model, as Llama 2 has it, and two tokens added beside it."""
+    """A folder with tokenizer.model, as Llama 2 has it, and an added_tokens.json with two tokens."""
     spm = pytest.importorskip("sentencepiece")
     folder, file = tmp_path_factory.mktemp("sp"), io.BytesIO()
     spm.SentencePieceTrainer.train(

@@ -1,4 +1,4 @@
-"""Calls of functions, as the models of each family write them, read from text that comes in pieces."""
+"""Tool calls in each family's format, parsed from streamed text."""
 import json
 
 import pytest
@@ -25,7 +25,7 @@ PARAMETERS = {
 
 
 def read(form: str, text: str, size: int = 1000) -> tuple[str, list[tuple[str, str]]]:
-    """Push a text in pieces -> (text beside the calls, calls)."""
+    """Feed a text in pieces; return (text outside of calls, calls)."""
     stream = CallStream(call_format("{{ tools }}" + form), {"f": PARAMETERS, "g": {}})
     early = "".join(stream.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, calls = stream.finish()
@@ -159,7 +159,7 @@ def test_templates_that_define_no_calls():
 
 
 def test_the_grammar_of_calls_follows_references(byte_tokenizer):
-    """Two functions name different definitions alike; a function without parameters gets none."""
+    """Two functions use the same name for different $defs; a function without parameters takes none."""
     def unit(value):
         properties = {"u": {"$ref": "#/$defs/U"}}
         return {"$defs": {"U": {"const": value}}, "properties": properties, "required": ["u"]}

@@ -1,4 +1,4 @@
-"""Files of prompts and conversations in every format. Mistakes in them: test_invalid_inputs.py."""
+"""Files of prompts and conversations in every format. Invalid files: test_invalid_inputs.py."""
 from __future__ import annotations
 
 import json

@@ -13,7 +13,7 @@ from tokens.word_rules import WORD_RULES
 
 
 def rebuilt(folder, kind: str, tokens: list, template=CHATML, added=None, general=(), **more) -> Tokenizer:
-    """The tokenizer of a GGUF file with these tokens (text, type). more: other metadata."""
+    """Return the tokenizer of a GGUF file with these tokens (text, type). more: other metadata."""
     names, types = zip(*tokens)
     fields = {"model": kind, "pre": "gpt-2", "merges": [], "scores": [0.0] * len(names), **more,
               "tokens": list(names), "token_type": list(types)}
@@ -26,7 +26,7 @@ def rebuilt(folder, kind: str, tokens: list, template=CHATML, added=None, genera
 
 
 def tiny(folder, kind: str, *tokens: tuple[str, int], **more) -> Tokenizer:
-    """A vocabulary of bytes with these ids, and more tokens after them."""
+    """Return a vocabulary of bytes with these ids, and more tokens after them."""
     alphabet = [(c, 1) for c, _ in sorted(byte_alphabet().items(), key=lambda pair: pair[1])]
     alphabet = alphabet if kind == "gpt2" else [(f"<0x{b:02X}>", 6) for b in range(256)]
     return rebuilt(folder, kind, [*alphabet, *tokens], add_space_prefix=False, **more)
@@ -83,7 +83,7 @@ def test_words_are_split_as_each_family_does(pre, pieces, words, tmp_path):
 @pytest.mark.parametrize("unknown", [{}, {"unknown_token_id": 0}], ids=("typed", "named"))
 @pytest.mark.parametrize("prefix", [{}, {"add_space_prefix": False}], ids=("space", "none"))
 def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix, unknown):
-    """Gemma's <unk> is of type CONTROL, and named by the metadata."""
+    """Gemma's <unk> has type CONTROL, and is named by the metadata."""
     library = sentencepiece_library(sp)
     kinds = dict.fromkeys(range(library.get_piece_size()), 1) | {0: 3 if unknown else 2, 1: 3, 2: 3}
     kinds |= {i: 6 for i in kinds if library.is_byte(i)} | {library.piece_to_id("<sep>"): 4}
@@ -102,7 +102,7 @@ def test_user_defined_runs_of_spaces(tmp_path):
 
 
 def test_merges_over_whole_texts(tmp_path):
-    """Gemma 4's, whose metadata has no rule of words."""
+    """As in Gemma 4, whose metadata has no pre-tokenizer."""
     tokens = ("<unk>", 2), ("<bos>", 3), ("▁", 1), ("a", 1), ("\n", 1), ("▁a", 1), ("\n\n", 1), ("a\n\n", 1)
     tok = tiny(tmp_path, "gemma4", *tokens, merges=["▁ a", "\n \n", "a \n\n"], pre=None, bos_token_id=257)
     assert tok.encode("a\n\n a é") == [257, 263, 261, 258, 0xC3, 0xA9]
@@ -131,7 +131,7 @@ def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_,
     ("llama", "default", "llama", "x", False, False), ("gpt2", "gpt-4o", "phi3", "Phi 4 Mini", False, True),
     ("gpt2", "dbrx", "phi3", "Phi 4", True, True)])
 def test_control_tokens_that_strip_white_space(kind, pre, arch, name, left, right, tmp_path):
-    """GGUF does not say which do. Right values: the published tokenizers of Phi-3 and Phi-4."""
+    """GGUF does not say which do. Expected: the published tokenizers of Phi-3 and Phi-4."""
     names = "<unk>", "<s>", "</s>", "<|end|>", "<|endoftext|>", "▁"
     tok = tiny(tmp_path, kind, *zip(names, (2, 3, 3, 3, 3, 1)), pre=pre, bos_token_id=257, eos_token_id=260,
                add_bos_token=False, general={"general.architecture": arch, "general.name": name})
@@ -159,7 +159,7 @@ def test_markers_that_a_template_joins_from_parts(given, tmp_path):
 @pytest.mark.parametrize("marker", (
     "<extra_id_1>", "[|user|]", "</s>", "[gMASK]", "<\uff5cUser\uff5c>", "### User:", "<|user|>\n"))
 def test_markers_of_a_template_have_any_shape(kind, type_, marker, tmp_path):
-    """Words, which merges or two other tokens make, and tags of thoughts and tools are text."""
+    """Words that are merges or pairs of other tokens, and tags for reasoning and tools, stay text."""
     words, tags = ("us", "er", "(s", "s)", "user", "(ss)"), ("<think>", "<tool_response>", "</tool_response>")
     tokens = ("<unk>", 2), ("<s>", 3), ("<|im_end|>", 3), (marker, type_), *((t, 1) for t in (*words, *tags))
     template = "{% for m in messages %}" + "".join((marker, *words, *tags)) + "{{ m.content }}{% endfor %}"

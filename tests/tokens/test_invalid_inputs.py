@@ -17,7 +17,7 @@ JSON, CONFIG, JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.
 
 
 def folder(files: dict, bpe, tmp_path):
-    """Write into a copy of a tokenizer: whole files, or other keys of a JSON file, or "": the file goes."""
+    """Change a copy of a tokenizer: whole files, or keys of a JSON file; "" deletes the file."""
     copy_files(bpe, tmp_path)
     for name, change in files.items():
         file = tmp_path / name
@@ -81,7 +81,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
     (rows, (read_questions, '{"prompt": "a"}\n{"messages": []}'), "no question in 1 row"),
     (rows, (lambda file: row_texts("line 1", {"title": "x"}), ""), "line 1: no conversation"),
 ], ids=lambda x: x.__name__ if callable(x) else "")
-def test_each_is_one_line(act, given, words, bpe, tmp_path):
+def test_errors_are_one_line(act, given, words, bpe, tmp_path):
     with pytest.raises(InputError, match=re.escape(words)) as e:
         act(given, bpe, tmp_path)
     assert str(e.value).isprintable()

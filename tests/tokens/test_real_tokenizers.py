@@ -29,7 +29,7 @@ UNREACHABLE = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREAC
 
 @pytest.fixture(scope="module", params=NPM)
 def folder(request) -> Path:
-    """The folder of one family's files, downloaded if need be."""
+    """Return the folder of one family's files, downloaded if necessary."""
     found = CACHE / request.param
     if found.is_dir():
         return found
@@ -56,7 +56,8 @@ WORDS = [word for text in CORPUS for word in re.findall(r"\S+\s?", text)] + [
 
 
 def test_texts_equal_the_library_s(folder):
-    """Every word alone, random joins of them, and the names of control tokens, which stay text when typed."""
+    """Every word alone, random concatenations, and the names of control tokens, which stay text when typed.
+    """
     tokenizer, library, draw = Tokenizer.load(folder), json_library(folder), random.Random(0)
     joined = ("".join(draw.choices(WORDS, k=4)) + draw.choice(("", " ", "\n\n")) for _ in range(250))
     for text in (*WORDS, *joined):

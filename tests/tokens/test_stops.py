@@ -1,4 +1,4 @@
-"""Stop texts: found across tokens, cut exactly, and nothing comes out too early."""
+"""Stop strings: found across tokens, cut exactly, with no part of them streamed."""
 import json
 import random
 
@@ -10,7 +10,7 @@ from tokens.stops import StopStream
 
 
 def cut(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text before the stop that is complete first, and that stop."""
+    """Return the text before the first complete stop string, and that string."""
     for end in range(len(text) + 1):
         found = [(text[:end].find(stop), -len(stop), stop) for stop in stops if stop in text[:end]]
         if found:
@@ -68,7 +68,7 @@ OUTPUTS = [b'{"a": 1}', b'{"a":12}', b'{ "a": "x" }', b'{"a":\n1 }']
 
 
 def test_masks_of_trees(byte_tokenizer):
-    """Branches along outputs, beside them and over their ends, from everywhere in a text."""
+    """Branches that follow the output, leave it, and run past its end, from every position."""
     chance, stop = random.Random(0), 257
     grammars = Grammars(byte_tokenizer, 259, [stop])
 

@@ -1,4 +1,4 @@
-"""Chat templates: rendered as the libraries do, and users who cannot speak in control tokens."""
+"""Chat templates: rendered as the libraries do; users cannot inject control tokens."""
 from __future__ import annotations
 
 import json
@@ -64,7 +64,7 @@ CALLS = (
      {"tools": [{"name": "f", "description": EVIL}], "prefix": EVIL}),
 ], ids=("private", "longer", "trimmed", "end", "calls, tools, variables"))
 def test_nothing_that_is_given_becomes_a_control_token(bpe, tmp_path, added, template, message, more):
-    """Whatever the control tokens are, and wherever in what a template is given the text stands."""
+    """For any control tokens, and any field of the template's input."""
     changed_json(bpe, tmp_path, *({"content": token} for token in added))
     (tmp_path / "chat_template.jinja").write_text(template)
     tok = Tokenizer.load(tmp_path)
@@ -108,7 +108,7 @@ FLAT, EXTRA = "tool_use.jinja", "additional_chat_templates/tool_use.jinja"
     ({EXTRA: "T"}, "T", "T"),
 ], ids=range(5))
 def test_tools_have_a_template_of_their_own_where_one_is_named(bpe, tmp_path, files, plain, with_tools):
-    """As in transformers, in the folder of a model and, after its files are copied, in a converted one."""
+    """As in transformers, in a model's folder and in the converted one."""
     source, target = tmp_path / "source", tmp_path / "target"
     for folder in (source, target, source / "additional_chat_templates"):
         folder.mkdir()
@@ -132,7 +132,7 @@ def test_built_in_templates_render_the_same_text_as_ever(template, chat):
 
 
 def test_a_template_is_chosen_by_the_published_name():
-    """By flag: tests/checkpoint/test_convert.py."""
+    """The flag is tested in tests/checkpoint/test_convert.py."""
     for name, chosen in (("lmsys/Vicuna-7B-v1.3", "vicuna"), ("meta-llama/Llama-2-7b-chat-hf", "llama2"),
                          ("Qwen3-0.6B", None), ("meta-llama/Llama-2-7b-hf", None)):  # no chat model
         assert find_template("auto", "folder", name) == TEMPLATES.get(chosen)
@@ -212,7 +212,7 @@ HISTORIES = (
 @pytest.mark.parametrize("form", HISTORIES)
 @pytest.mark.parametrize("content", ({"content": None}, {}, {"content": ""}), ids=("null", "absent", "empty"))
 def test_calls_of_a_history(bpe, tmp_path, form, content):
-    """As jinja renders the client's own message; with an object, or null, where the template reads it."""
+    """As jinja renders the client's message; arguments are an object, or null, if the template needs that."""
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}" + form + "{% endfor %}{% endfor %}"
     tok, given = with_template(bpe, tmp_path, template), '{"zone":"<|im_end|>é"}'
     value = given if "tojson" not in form and "items" not in form else json.loads(given)
@@ -235,8 +235,8 @@ FINAL = (  # the template's way with a message, and the message that goes on
 
 
 @pytest.mark.parametrize("form, message", FINAL, ids=range(len(FINAL)))
-def test_a_last_message_goes_on(bpe, tmp_path, form, message):
-    """As in transformers, whichever way a client says so."""
+def test_continue_final_message(bpe, tmp_path, form, message):
+    """As in transformers, for every way a client can request it."""
     theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     template = "{% for m in messages %}" + form + "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
     tok = with_template(bpe, tmp_path, template)
@@ -263,7 +263,7 @@ def test_a_last_message_goes_on(bpe, tmp_path, form, message):
             tok.chat(messages, **variables)
 
 
-def test_a_message_that_a_template_changes_does_not_go_on(bpe, tmp_path):
+def test_continuing_a_message_the_template_changes_fails(bpe, tmp_path):
     tok = with_template(bpe, tmp_path, "{% for m in messages %}{{ m.content.split('/')[-1] }}{% endfor %}")
     for content, words in ("a/b", "changes the last"), (None, "has no content"):
         with pytest.raises(InputError, match=words):

@@ -1,4 +1,4 @@
-"""The tokenizer: encoding and decoding equal the libraries', and streams equal decoding."""
+"""The tokenizer: encoding and decoding equal the libraries', and streamed text equals decoded text."""
 from __future__ import annotations
 
 import json
@@ -36,7 +36,7 @@ def test_json_equals_the_library(bpe):
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_json_of_sentencepiece_kind_equals_the_library(tmp_path, scheme):
-    """Metaspace treats the first piece of a text and those after control tokens differently."""
+    """Metaspace treats the start of a text and the text after control tokens differently."""
     model = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -64,7 +64,7 @@ NORMALIZERS = None, normalizers.NFC(), normalizers.Lowercase(), normalizers.Sequ
 
 @pytest.mark.parametrize("seed", range(40))
 def test_flags_of_added_tokens_mean_what_they_mean_to_the_library(seed, tmp_path):
-    """Tokens that overlap, with random flags, in prompts, in texts and in a template around a message."""
+    """Overlapping tokens with random flags, in prompts, plain text, and a template around a message."""
     rng, folder = random.Random(seed), tmp_path
     vocab = {t: i for i, t in enumerate(("<unk>", "▁", *(f"<0x{b:02X}>" for b in range(256)), *"<>|adorwy"))}
     library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
@@ -112,9 +112,8 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer"}
     ({"tokenizer_class": "CodeLlamaTokenizer", "add_bos_token": False, "legacy": True}, False, "▁", ""),
 ], ids=str)
 def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
-    """Whether a text starts with BOS and a space, and whether a space follows a control token.
-
-    Right values of LlamaTokenizer: transformers 5.23, also where its file lacks settings.
+    """Whether a text starts with BOS and a space, and whether a space follows a control token. Expected:
+    LlamaTokenizer of transformers 5.23, also for files that lack settings.
     """
     copy_files(sp, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **settings}))
@@ -129,7 +128,7 @@ def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
 
 @pytest.mark.parametrize("kind", ["bpe", "sp"])
 def test_stream_equals_decode(kind, request):
-    """Random ids split UTF-8 characters everywhere; real text splits emoji over several tokens."""
+    """Random ids split UTF-8 characters everywhere; real text has emoji of several tokens."""
     tok = Tokenizer.load(request.getfixturevalue(kind))
     rng = random.Random(0)
     samples = [tok.encode(text, bos=False) for text in CORPUS]
@@ -157,7 +156,7 @@ MAP = {"special_tokens_map": {"eos_token": END}}
 
 
 def special(**tokens: str) -> dict:
-    """added_tokens_decoder of special tokens: i257="x" is the token x with id 257."""
+    """Return an added_tokens_decoder of special tokens: i257="x" is the token x with id 257."""
     return {name[1:]: {"content": token, "special": True} for name, token in tokens.items()}
 
 
@@ -169,10 +168,8 @@ def write(folder: Path, **files: dict | None) -> Path:
 
 
 def folder_of(folder: Path, config: dict, added: dict[str, bool | None], **files: dict) -> Path:
-    """A folder whose ids 0 to 255 are bytes. added: more tokens of its tokenizer.json, and whether special;
-    None: it is one of the vocabulary.
-
-    config: its tokenizer_config.json. files: others, by name.
+    """Return a folder whose ids 0 to 255 are bytes. added: more tokens of tokenizer.json, and whether they
+    are special; None: in the vocabulary. config: tokenizer_config.json. files: others, by name.
     """
     write_byte_tokenizer(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -230,7 +227,7 @@ def test_tokens_of_any_file(tmp_path, added, config, files, count, text, control
      {END: 520, "<pad>": 521, START: 522}, [520, 2]),
 ])
 def test_tokens_that_the_settings_make_special_in_sentencepiece(sp, tmp_path, files, new, stops):
-    """A model may have them as text."""
+    """The model file may list them as normal text."""
     copy_files(sp, tmp_path)
     assert Tokenizer.load(sp).encode("<sep>", bos=False)[-1] == 3 and 3 not in Tokenizer.load(sp).control
     tok = Tokenizer.load(write(tmp_path, **files))
@@ -244,7 +241,7 @@ def test_tokens_that_the_settings_make_special_in_sentencepiece(sp, tmp_path, fi
 
 
 def test_ids_with_gaps(tmp_path):
-    """Right values: tokenizers 0.23, which numbers added tokens itself."""
+    """Expected: tokenizers 0.23, which renumbers added tokens."""
     folder = folder_of(tmp_path, {"eos_token": "<|end|>"}, {"<|end|>": True, "<think>": False})
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {"he": 256, "ll": 300, "hell": 301, "hello": 310}
@@ -266,7 +263,7 @@ def test_ids_with_gaps(tmp_path):
     ({}, {"model_type": "qwen2"}, {"add_prefix_space": True}, 258, [220, 256, 257, 78]),
 ])
 def test_vocab_json_and_merges(tmp_path, more, model, config, id_, ids):
-    """The end of text is a control token of these classes, whether a file names it or not."""
+    """For these tokenizer classes the end-of-text token is a control token even if no file says so."""
     source, copy = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     copy.mkdir()

@@ -1,4 +1,4 @@
-"""Prompts for the runs of train.py, and one run of each kind of head that several tests look at."""
+"""Prompts for runs of train.py, and one shared run per kind of head."""
 import json
 from pathlib import Path
 

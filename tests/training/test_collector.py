@@ -1,4 +1,4 @@
-"""Data generation: shards, several turns, end of user turns, resume after a kill."""
+"""Data generation: shards, multi-turn conversations, ends of user turns, resuming after a kill."""
 import itertools
 import json
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def read_rows(c: Collector) -> list[dict]:
 
 
 def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path_factory):
-    """Where no stop id ends the user's turn, the text that leads to the assistant does."""
+    """If no stop id ends the user's turn, the start of the assistant's turn does."""
     c = make_collector(golden, tmp_path)
     assert c.user_end() == ""
     c.stop_ids = [257]
@@ -89,8 +89,10 @@ def written(golden, folder, prompts: list, **changes) -> Collector:
     return c
 
 
-def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, monkeypatch):
-    """Those that ended are not decoded again, and half a line is none; other settings find none of them."""
+def test_killed_generation_keeps_finished_conversations(golden, tmp_path, monkeypatch):
+    """Finished conversations are not generated again; an incomplete line is ignored; other settings do not
+    reuse them.
+    """
     admit, lines, decoded, ended = Engine.admit, Collector._lines, [], []
 
     def watched(engine, prompt, *rest):
@@ -125,7 +127,7 @@ def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, monkeypatch)
 
 
 def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
-    """Thoughts that a template keeps in the last answer only: the first answer has another text before it."""
+    """For example, templates that keep only the last answer's reasoning."""
     texts = b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"
     one, two = map(list, texts)
     finished, row = data.extend(None, one, 7, len(one), "x")
@@ -143,7 +145,7 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
     ('{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', "is not a row"),
     ('{"ids": [1, 2, 3], "answers": [[0, 3]], "target": "other"}', "is of another target"),
 ])
-def test_a_line_that_is_no_row(tmp_path, line, words):
+def test_invalid_shard_lines(tmp_path, line, words):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'
     shard = tmp_path / "a.jsonl"
     shard.write_text(good + good + '{"left_out": "too long"}\n')
@@ -166,7 +168,7 @@ def test_no_prompt_is_both_held_out_and_trained_on():
 
 
 def test_estimate(golden):
-    """Hours grow with text and weights; the acceptance length is the measured one where it was measured."""
+    """Hours grow with text and weights; τ is the measured one if there is one."""
     config = json.loads((golden / "config.json").read_text())
     one, two = (sum(phases(config, count, 256, 4, 1e9).values()) for count in (1000, 2000))
     assert two == pytest.approx(2 * one) and one > 0

@@ -1,4 +1,4 @@
-"""train.py as a user runs it, on the golden target: heads learn, text is collected, folders are written."""
+"""train.py from the command line on the golden target: heads learn, text is generated, files are written."""
 import contextlib
 import itertools
 import json
@@ -41,7 +41,7 @@ def last_line(capsys) -> str:
     pytest.param(kind, marks=[pytest.mark.expensive] * (kind != "eagle3")) for kind in TRAINED
 ])
 def test_heads_learn_are_written_and_decode(golden, trained, kind):
-    """Better than an untrained head on held-out text; what was written drafts the plain text."""
+    """Better than an untrained head on held-out text; the written head is lossless."""
     argv, folder = trained(kind)
     log = log_of(folder)
     assert sum("held_out" in row and row["tau"] >= 1 for row in log) == 6
@@ -104,7 +104,7 @@ def test_a_quantized_target_is_learned_from_as_it_decodes(golden, prompt_file, t
 
 
 def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
-    """What a strict template refuses costs the prompts and conversations that it refuses, not the run."""
+    """Prompts and conversations that a strict template refuses are skipped; the run continues."""
     monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH_BACKEND)
     target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
@@ -143,7 +143,7 @@ def weights(folder: Path) -> dict:
 
 
 def test_a_killed_run_resumes_exactly(golden, prompt_file, tmp_path, capsys):
-    """kill -9 at whatever instant it hits; log and head are those of a run left alone."""
+    """kill -9 at any moment; log and head equal those of an uninterrupted run."""
     asked = {"epochs": 8, "validate-prompts": 0, "batch-tokens": 200}
     assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", **asked)) == 0
     argv = options(golden, prompt_file, tmp_path / "broken", **asked)
@@ -163,12 +163,12 @@ def test_a_killed_run_resumes_exactly(golden, prompt_file, tmp_path, capsys):
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    """It ends in its time, with the learning rate down, though it was interrupted."""
+def test_time_limited_run(golden, prompt_file, tmp_path, monkeypatch, capsys):
+    """Ends in time, with the learning rate decayed, although it was interrupted."""
     ticks = itertools.count()
 
     def monotonic() -> float:
-        """Three seconds more at every call, two for most steps. Ctrl-C comes in the fifth step."""
+        """Advance three seconds per call, with two calls for most steps. Ctrl-C comes in the fifth step."""
         if (tick := next(ticks)) == 14:
             raise KeyboardInterrupt
         return 3.0 * tick
@@ -231,8 +231,8 @@ def test_each_phase_prints_a_line_before_its_work(golden, prompt_file, tmp_path,
         assert line in printed[name], (name, printed)
 
 
-def test_interrupted_text_has_the_rest_of_its_time(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    """Half of what is left of a minute is for the text. Each run takes 20 seconds before Ctrl-C."""
+def test_interrupted_generation_keeps_its_time_budget(golden, prompt_file, tmp_path, monkeypatch, capsys):
+    """Text generation gets half of the remaining minute. Each run takes 20 seconds before Ctrl-C."""
     clock, left = SimpleNamespace(now=100.0), []
 
     def write(_, deadline: float, training_seconds: float) -> None:
@@ -254,7 +254,7 @@ def test_interrupted_text_has_the_rest_of_its_time(golden, prompt_file, tmp_path
 
 @pytest.mark.slow
 def test_two_processes_share_a_target(golden, prompt_file, tmp_path):
-    """Text and head are those of one process that has all of it."""
+    """Text and head equal those of one process with the whole target."""
     run = {"epochs": 1, "batch-tokens": 200, "decode-batch": 4, "max-new-tokens": 16, "synthesize": 2}
     one, two = tmp_path / "one", tmp_path / "two"
     assert train.main(options(golden, prompt_file, one, **run)) == 0
@@ -272,9 +272,8 @@ def test_two_processes_share_a_target(golden, prompt_file, tmp_path):
 
 @pytest.mark.expensive
 def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_file, tmp_path):
-    """Two machines of a process each, of which one is killed in training; then two processes go on.
-
-    Text, losses, norms of gradients, which Adam hides, and the head agree with one process.
+    """Two machines with one process each, one of which is killed during training; then two processes resume.
+    Text, losses, gradient norms (which Adam would hide) and the head agree with one process.
     """
     run = {"epochs": 3, "batch-tokens": 200, "decode-batch": 1, "max-new-tokens": 16, "synthesize": 4}
     one, two = tmp_path / "one", tmp_path / "two"

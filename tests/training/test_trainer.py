@@ -1,4 +1,4 @@
-"""Losses against their definitions, on heads that run as the decoder runs them; the training loop."""
+"""Losses against their definitions, on heads run as the decoder runs them; the training loop."""
 import dataclasses
 from dataclasses import replace
 
@@ -22,8 +22,8 @@ from training.processes import ProcessGroup
 from training.trainer import STATE, Plan, Trainer, save_state
 
 
-def test_losses_are_summed_with_their_shares():
-    """Gradients for what the lm_head reads and for itself, over more rows than a block holds."""
+def test_blockwise_loss_gradients():
+    """Gradients for the input of the lm_head and its weight, with more rows than one block."""
     g = torch.Generator().manual_seed(3)
     x, head = torch.randn(300, 8, generator=g), torch.randn(30, 8, generator=g)
     teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
@@ -43,7 +43,7 @@ def test_losses_are_summed_with_their_shares():
 
 
 def chain(head, features, ids: list[int], j: int, steps: int):
-    """Yield what the lm_head reads [H] at each step of a chain from position j, drafted with caches."""
+    """Yield the lm_head's inputs [H] at each step of a chain from position j, drafted with caches."""
     caches, at = [KVCache(1, 64, head.args, torch.float32, "cpu")], torch.arange(j + 1)[None]
     tokens, h = torch.tensor([ids[1 : j + 2]]), head.fuse(features[None, : j + 1])
     for step in range(steps):
@@ -53,7 +53,7 @@ def chain(head, features, ids: list[int], j: int, steps: int):
 
 
 def block(head, features, ids: list[int], j: int):
-    """Return what the lm_head reads in a block after position j [K, H], drafted with caches."""
+    """Return the lm_head's inputs in a block after position j [K, H], drafted with caches."""
     n, args, slots = j + 1, head.args, torch.arange(64)
     caches, context = head.caches(1, 64, torch.float32, "cpu"), head.fuse(features[None, :n])
     if isinstance(head, PEagleHead):
@@ -69,7 +69,7 @@ def block(head, features, ids: list[int], j: int):
 
 
 def drafted(head, features, row: dict, steps: int):
-    """Yield (draft step, position j, what the lm_head reads) of every prediction that exists."""
+    """Yield (draft step, position j, input of the lm_head) of every prediction."""
     for begin, end in row["answers"]:
         for j in range(begin - 1, end - 2):
             found = block(head, features, row["ids"], j) if head.args.drafts else chain(
@@ -89,9 +89,9 @@ SHAPES = {  # of block heads that are made here; a causal DFlash head is JetSpec
 
 
 @pytest.mark.parametrize("name", ("eagle", "eagle3", "eagle3+window", *SHAPES))
-def test_losses_are_the_drafters_rows(models, models1, name):
-    """All positions; cross-entropy, EAGLE-1's regression, what the Markov head adds and what the confidence
-    head costs. Every weight of a block head learns, and those that it borrows do not.
+def test_losses_use_the_drafters_rows(models, models1, name):
+    """All positions; cross-entropy, EAGLE-1's regression, the Markov head's terms and the confidence loss.
+    All weights of a block head get gradients, except those shared with the target.
     """
     kind, _, variant = name.partition("+")
     target, head = models1 if kind == "eagle" else models
@@ -146,7 +146,7 @@ def test_losses_are_the_drafters_rows(models, models1, name):
 
 @pytest.mark.parametrize("fast", (False, True))
 def test_a_target_in_bfloat16(golden, monkeypatch, fast):
-    """It is computed in floats where these are faster."""
+    """It is computed in float32 on machines where that is faster."""
     monkeypatch.setattr(isa, "features", lambda: {"avx512_bf16", "amx_bf16"} if fast else {"avx512_bf16"})
     monkeypatch.setattr(isa, "vendor", lambda: isa.INTEL)
     target, _ = load_model(golden, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ def test_a_target_in_bfloat16(golden, monkeypatch, fast):
 
 
 def trainer(target, tmp_path, kind: str = "eagle3", number: int = 0, count: int = 1, **plan) -> Trainer:
-    """Of one process of `count`, whose sums are its own."""
+    """Return the trainer of one of `count` processes, without communication."""
     shape = HeadShape(drafts=3 if kind == "p-eagle" else None)
     objective = TRAINED[kind].objective(target, new_head(target, kind, torch.arange(320), shape, 0), 3)
     plan, processes = Plan(epochs=1, batch_tokens=64, **plan), ProcessGroup(number, count)
@@ -178,7 +178,7 @@ def test_batches_hold_every_row_once():
 
 @pytest.mark.parametrize("kind", ("eagle3", "eagle", "p-eagle"))
 def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path, monkeypatch, kind):
-    """Over processes, and in each of them: chains and noise that are drawn, too."""
+    """Across processes, and within each; random chains and noise are covered too."""
     whole = trainer(models[0], tmp_path, kind)
     steps = whole.objective.steps
     loss, accuracy = whole.gradients([0, 1, 2, 3], steps)
@@ -207,14 +207,14 @@ MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
 
 
 def shaken_head(target, kind: str, shape: HeadShape):
-    """A head whose weights are not those of a new one."""
+    """Return a head whose weights differ from a new one's."""
     return shaken(new_head(target, kind, torch.arange(0, 320, 2), shape, 0))
 
 
 @pytest.mark.parametrize("kind", ("eagle3", "p-eagle", "dflash", "dspark"))
 @torch.no_grad()
-def test_it_drafts_as_the_other_one(models, kind):
-    """Though it reads features by their scale from now on. Layers and heads that are added add nothing."""
+def test_initial_head_drafts_alike(models, kind):
+    """Although it normalizes features from now on. Added layers and heads start as no-ops."""
     target, _ = models
     old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
     head = shaken_head(target, kind, old)
@@ -242,7 +242,7 @@ def test_it_drafts_as_the_other_one(models, kind):
 
 @torch.no_grad()
 def test_p_eagle_begins_as_eagle3(models):
-    """Its first draft is that of the EAGLE-3 head."""
+    """Its first draft equals that of the EAGLE-3 head."""
     target, head = models
     begun = new_head(target, "p-eagle", head.draft_ids, MARKOV, 1, head)
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
@@ -251,8 +251,10 @@ def test_p_eagle_begins_as_eagle3(models):
     assert loss_on(one)[1][0] == loss_on(other)[1][0]
 
 
-def test_another_vocabulary(models):
-    """Rows that the other head has are its own. The rest are the target's, turned as its own best are."""
+def test_initial_head_with_another_vocabulary(models):
+    """Rows that the initial head has are kept. Others come from the target's lm_head, rotated to fit the rows
+    both have.
+    """
     target, _ = models
     head, ids = shaken_head(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
     head.lm_head.weight.data = 0.5 * head.lm_head.weight.roll(1, 1)  # for states of its own

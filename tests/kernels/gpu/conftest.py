@@ -1,4 +1,4 @@
-"""The GPU kernels, on a GPU or, by `test_triton_interpreter.py`, in Triton's interpreter."""
+"""GPU kernels, run on a GPU or, by `test_triton_interpreter.py`, in Triton's interpreter."""
 import pytest
 import torch
 
@@ -17,7 +17,7 @@ def decoding():
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the kernels run."""
+    """The device that kernels run on."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 

@@ -37,7 +37,9 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
 
 @pytest.fixture
 def made(device, monkeypatch):
-    """made(dtype, sizes, float8): run(step) of this case; all counters are zeros after it."""
+    """made(dtype, sizes, float8): return run(step) of this case; all arrival counters must be zero
+    afterwards.
+    """
     gpu = gpu_of(torch.device(device))._replace(multiprocessors=16)  # so that keys are split
     monkeypatch.setattr(attention, "gpu_of", lambda device: gpu)
     yield partial(case, device)
@@ -45,10 +47,9 @@ def made(device, monkeypatch):
 
 
 def case(device, dtype, sizes, float8=False):
-    """Attention of T rows that see some of the M slots after `lengths` [B].
-
-    Slots after those hold NaN, which the kernel does not read; the definition, which multiplies them by 0,
-    gets zeros. run(step) returns the output, and the keys and values of the live slots.
+    """Attention of T rows over some of M slots, for the lengths [B]. Later slots hold NaN, which the kernel
+    must not read; the reference, which multiplies them by 0, gets zeros. run(step) returns the output, and
+    the keys and values of the live slots.
     """
     B, T, nh, nkv, hd, M, lengths, norm, window = sizes
     draw, slots = torch.Generator().manual_seed(B * 1000 + T * 10 + M), max(lengths) + M + 64
@@ -79,7 +80,7 @@ def case(device, dtype, sizes, float8=False):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", CASES)
 def test_attention(made, backend, dtype, sizes):
-    """The same numbers each time, and those of the definition."""
+    """Deterministic, and equal to the reference."""
     run = made(dtype, sizes)
     check(lambda: run(backend.step), lambda: run(Step()), LIMITS[dtype])
 
@@ -87,7 +88,7 @@ def test_attention(made, backend, dtype, sizes):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
 def test_attention_over_float8(made, backend, dtype, sizes):
-    """Keys and values are rounded like those of the definition, or to the next number, if nearly so."""
+    """Keys and values are rounded as in the reference, or, close to a tie, to the neighbouring value."""
     run = made(dtype, sizes, True)
     (found, held), (wanted, kept) = run(backend.step), run(Step())
     other = torch.cat([(a != b).float().flatten() for a, b in zip(held, kept)])
@@ -100,7 +101,7 @@ def test_attention_over_float8(made, backend, dtype, sizes):
 
 @pytest.mark.parametrize("float8, hd", ((False, 16), (True, 20)))
 def test_move(device, float8, hd):
-    """What is read overlaps what is written."""
+    """Source and destination rows overlap."""
     kv = torch.randn(2, 2, 2, 2, 90, hd, generator=torch.Generator().manual_seed(0)).to(device)
     target = torch.tensor([[5], [64]], device=device) + torch.arange(9, device=device)
     source = target + torch.tensor([0, 1, 0, 3, 2, 5, 1, 0, 4], device=device)

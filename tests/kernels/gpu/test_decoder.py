@@ -1,4 +1,4 @@
-"""Whole steps on the GPU kernels: the reference's trees, and the text of plain decoding by definition."""
+"""Complete steps on the GPU kernels: trees equal the reference, output equals plain decoding in PyTorch."""
 import pkgutil
 from dataclasses import asdict
 
@@ -38,15 +38,15 @@ RESTRICTED = [Sampling(2, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range
 
 
 def load(golden, device) -> tuple:
-    """(target, EAGLE-3 head, EAGLE-1 head) in float32."""
+    """Return (target, EAGLE-3 head, EAGLE-1 head) in float32."""
     target, _ = load_model(golden, device)
     return target, *(load_head(golden / kind, target, kind) for kind in ("eagle3", "eagle"))
 
 
 @pytest.fixture(scope="module")
 def subject(golden, device, backend):
-    """Models on the kernels, BATCH prompts, and what the target writes by its definition, on a CPU: as
-    SAMPLINGS and RESTRICTED say. In the interpreter the models are smaller.
+    """Models on the kernels, BATCH prompts, and the target's output in PyTorch on a CPU for SAMPLINGS and
+    RESTRICTED. In the interpreter the models are smaller.
     """
     on_kernels, (target, *_) = (
         (*small_models(64, 32), None) if INTERPRETED else load(golden, where) for where in (device, "cpu")
@@ -68,7 +68,7 @@ def test_golden_trace(golden, device, backend, path):
 
 
 def unless_interpreted(*cases) -> list:
-    """Cases like others, which run in the interpreter, slow as it is, in `make test-all` alone."""
+    """Cases that resemble others; in the slow interpreter they run in `make test-all` only."""
     return expensive(*cases) if INTERPRETED else [*cases]
 
 
@@ -90,7 +90,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", ("Gemma", "gpt-oss", *unless_interpreted("Qwen3.5")))
 def test_tiny_families(device, backend, name):
-    """Their text on the kernels is that of the definition, plain and drafted by prompt lookup."""
+    """Output on the kernels equals PyTorch, plain and with prompt lookup."""
     args = FAMILIES[name]
     torch.manual_seed(0)
     target = class_of({"kind": "target", **asdict(args)})(args).requires_grad_(False).eval()
@@ -133,14 +133,14 @@ def test_same_seed_same_text(subject, name):
 
 
 def lowest(logits, *restrictions):
-    """`sampling.thresholds` by definition."""
+    """`sampling.thresholds` in PyTorch."""
     kept = restrict(logits, *restrictions)
     return kept.masked_fill(kept.isneginf(), torch.inf).amin(-1)
 
 
 @pytest.fixture
 def runner(device, backend, monkeypatch):
-    """ModelRunner of a random target and a head in int8, for two requests."""
+    """A ModelRunner of a random int8 target and head, for two requests."""
     if INTERPRETED:  # slowly
         monkeypatch.setattr(attention, "gpu_of", lambda device: gpu_of(device)._replace(multiprocessors=1))
         monkeypatch.setattr(sampling, "thresholds", lowest)
@@ -154,7 +154,7 @@ def runner(device, backend, monkeypatch):
 
 
 def check(runner) -> list[str]:
-    """Run the self-check; the lines that it logs."""
+    """Run the self-check and return the lines it logs."""
     lines = []
     runner.fell_back = lines.append
     before = {name: x.clone() for name, x in runner.state.named_buffers()}
@@ -170,7 +170,9 @@ def test_right_kernels_pass(runner):
 
 @pytest.mark.expensive
 def test_states_are_checked(device, backend, monkeypatch):
-    """Of a target with a DeltaNet layer: a wrong state is found, though it changes no output of this pass."""
+    """Of a target with a DeltaNet layer: a wrong state is detected although it changes no output of this
+    pass.
+    """
     monkeypatch.setattr(checking, "MAX_CONTEXT", 66)
     target = Hybrid(HybridArgs(
         64, 32, 48, 2, 4, 2, 16, delta_layers=(1, 0), delta_heads=2, delta_key_heads=1, delta_key_dim=8,
@@ -208,7 +210,7 @@ def no_launch(*args):
     ),
 ))
 def test_a_wrong_kernel_is_left_out(runner, monkeypatch, part, kernel, wrong):
-    """Its definition computes the part, so the step is right, and runs captured."""
+    """Its PyTorch definition is used instead; the step is correct and still captured."""
     right = pkgutil.resolve_name(kernel)
     monkeypatch.setattr(kernel, lambda *a: wrong(right(*a), a))
     (line,) = check(runner)
@@ -217,7 +219,7 @@ def test_a_wrong_kernel_is_left_out(runner, monkeypatch, part, kernel, wrong):
 
 
 def test_a_wrong_step_is_launched_uncompiled(runner, monkeypatch):
-    """Capturing or compiling is at fault: a replay, say, that reads memory given away."""
+    """If capture or compilation is at fault: a replay that reads freed memory, for example."""
     monkeypatch.setattr(runner, "captured", lambda key, call, still: broken(call()))
 
     def broken(result):
@@ -234,8 +236,8 @@ def test_a_wrong_step_is_launched_uncompiled(runner, monkeypatch):
     *unless_interpreted(
         ("kernels.gpu.backend.CudaStep.draw", lambda right, a: (right(*a) - 1).clamp(min=0))),
 ))
-def test_what_only_the_step_shows(runner, monkeypatch, what, wrong):
-    """A path that is not moved, tokens that are not the best."""
+def test_errors_of_the_whole_step(runner, monkeypatch, what, wrong):
+    """Accepted rows that are not moved, tokens that are not the argmax."""
     right = pkgutil.resolve_name(what)
     monkeypatch.setattr(what, lambda *a: wrong(right, a))
     (line,) = check(runner)
@@ -264,7 +266,7 @@ def test_the_layout_of_weights_is_inverted(four):
 
 @pytest.mark.parametrize("mode", ("q4", "q6", "q8"))
 def test_a_few_rows_are_restored(mode):
-    """An embedding that is the lm_head, too, is in register order; a pass reads a few of its rows."""
+    """A tied embedding is stored in register order too; a pass reads a few of its rows."""
     layer = QuantizedLinear(256, 300, False, Kind(mode, 32, 256, minima=mode == "q4"))
     layer.weight.random_(*(-128, 128) if layer.weight.dtype == torch.int8 else (0, 256))
     layer.scale.normal_()
@@ -277,7 +279,7 @@ def test_a_few_rows_are_restored(mode):
 
 
 def test_lost_keys_are_seen_in_bfloat16():
-    """Of 3,000 keys 32 are lost: by an absolute limit of 2e-2 that would pass."""
+    """32 of 3,000 keys are missing: an absolute tolerance of 2e-2 would not notice."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 8, n, 128, generator=draw).bfloat16() for n in (8, 3000, 3000))
     attend = torch.nn.functional.scaled_dot_product_attention

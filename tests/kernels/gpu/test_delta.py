@@ -1,4 +1,4 @@
-"""Gated DeltaNet over trees and chains, against their definition."""
+"""Gated DeltaNet over trees and chains, against PyTorch."""
 import copy
 from functools import partial
 
@@ -14,7 +14,8 @@ PARENTS = [0, 0, 0, 1, 1, 2, 3, 5, 6]  # of a tree on five levels, its root the 
 
 
 def passes(lengths: list[int], chain: int, dtype: torch.dtype):
-    """A layer of odd sizes, its cache with states a block behind, and a pass over a chain or the tree."""
+    """Return a layer of odd sizes, its cache with states one block behind, and a pass over a chain or a tree.
+    """
     args = HybridArgs(32, 32, 32, 4, 2, 1, 16, delta_layers=(1, 1, 1, 0), delta_heads=2, delta_key_heads=1,
                       delta_key_dim=24, delta_value_dim=40, delta_taps=4, zero_centred=True)
     B, length = len(lengths), torch.tensor(lengths)
@@ -43,7 +44,7 @@ def passes(lengths: list[int], chain: int, dtype: torch.dtype):
         ((47, 48), 9, torch.bfloat16)),
 ))
 def test_outputs_and_states(device, lengths, chain, dtype):
-    """A pass advances what is behind, reads what is committed, and follows each path."""
+    """A pass advances old states, reads committed tokens, and follows each path."""
     block, cache, projected, paths = passes([*lengths], chain, dtype)
     ours, there = copy.deepcopy(cache).to(device), copy.copy(paths)
     for name, x in vars(paths).items():
@@ -60,8 +61,8 @@ def test_outputs_and_states(device, lengths, chain, dtype):
     close(ours.state.cpu()[behind], cache.state[behind])
 
 
-def test_a_path_gives_the_same_bits_however_it_is_read(device):
-    """A chain token by token, and as the last path of a tree that also has other nodes."""
+def test_bits_do_not_depend_on_the_tree(device):
+    """As a chain token by token, and as the last path of a larger tree."""
     block, cache, projected, paths = passes([33], 0, torch.float32)
     path, block = [0, 1, 3, 6, 8], block.to(device)
     whole = delta.outputs(copy.deepcopy(cache).to(device), block, projected.to(device), paths)[:, path]

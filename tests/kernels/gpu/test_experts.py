@@ -1,4 +1,4 @@
-"""Mixtures of experts in a kernel for each product, against their definition."""
+"""Mixture-of-experts kernels (one per projection) against PyTorch."""
 import copy
 from itertools import cycle
 
@@ -27,7 +27,7 @@ E, A, H, INNER = 7, 3, 192, 96  # tiles divide neither
 
 
 def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
-    """Random experts."""
+    """Return random experts."""
     layer = Experts(MixtureArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, **options))
     torch.manual_seed(0)
     for x in layer.parameters():
@@ -57,7 +57,7 @@ def ours(layer, device):
 @pytest.mark.parametrize("dtype, limit, scheme", CASES, ids=str)
 @pytest.mark.parametrize("biases, rows", ((True, 40), *expensive((False, 1), (True, 3), (False, 130))))
 def test_products(device, dtype, limit, scheme, biases, rows):
-    """Few rows and many, of several tiles."""
+    """Few rows, and rows for several tiles."""
     layer = mixture(scheme, dtype, biases=biases, activation="clamped_swiglu" if biases else "silu")
     x = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows)).to(dtype)[:1]
     want = copy.deepcopy(layer).float()(x.float(), None)
@@ -73,7 +73,7 @@ def test_products(device, dtype, limit, scheme, biases, rows):
 
 
 def test_every_value(device):
-    """Each e2m1 number times each power of two is exact, the smallest and the largest too."""
+    """Each e2m1 value times each scale is exact, including the smallest and the largest."""
     codes, count = torch.arange(16, dtype=torch.uint8), 32
     layer = mixture(WEIGHTS[3], torch.float32, 64)
     layer.w_down.weight.copy_((codes | codes.flip(0) << 4).repeat(2))
@@ -89,7 +89,9 @@ def test_every_value(device):
 @pytest.mark.parametrize("rows, used, tall", [(1, 3, 16), (2, 2, 16), (60, 3, 16), (5, 2, 2), (90, 1, 32)])
 @pytest.mark.parametrize("skewed", (False, True))
 def test_sort_assignments(device, monkeypatch, rows, used, tall, skewed):
-    """Every slot stands in one tile, of its expert. Most choose one expert, or none another."""
+    """Every assignment is in exactly one tile of its expert. Skewed: most rows choose one expert, and few
+    another.
+    """
     monkeypatch.setattr(experts, "SORT_CHUNK", 32)
     scores = torch.rand(rows, E, generator=torch.Generator().manual_seed(rows))
     scores[:, 4] += 2 * skewed
@@ -106,7 +108,7 @@ def test_sort_assignments(device, monkeypatch, rows, used, tall, skewed):
 
 
 def test_one_graph_for_every_routing(device):
-    """Operations have the same shapes whatever rows choose; `torch.compile` sees each as one node."""
+    """Shapes do not depend on the routing; `torch.compile` sees each operation as one node."""
     layer = ours(mixture(WEIGHTS[1], torch.float32), device)
     x, chosen = torch.randn(5, H, device=device), torch.arange(15, device=device).view(5, 3) % E
     slots, checks = experts.sort_assignments(chosen, E, 16), ("test_schema", "test_faketensor")

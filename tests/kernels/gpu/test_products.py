@@ -1,4 +1,4 @@
-"""Products with quantized weights, and those of a dense target over few tokens, against float64."""
+"""Matmuls with quantized weights, and those of dense layers over few tokens, against float64."""
 import pytest
 import torch
 import torch.nn as nn
@@ -26,7 +26,7 @@ CASES = [  # rows, mode, outputs and inputs, also those that no tile divides
 
 
 def case(device, dtype, mode, rows, N, K, bias=True):
-    """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
+    """Return a layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
     layer = random_layer(mode, K, N, dtype)
     layer.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False) if bias else None
@@ -37,20 +37,20 @@ def case(device, dtype, mode, rows, N, K, bias=True):
 
 
 def exactly(layer, x):
-    """The product in float64, of x as the mode rounds it."""
+    """Return the product in float64, with x rounded as the mode does."""
     y = layer.round_inputs(x).double() @ layer.exact.T
     return y if layer.bias is None else y + layer.bias.double()
 
 
 def error(found, want):
-    """The largest error relative to the largest number."""
+    """Return the largest error relative to the largest value."""
     return float((found.double() - want).abs().max() / want.abs().max())
 
 
 @pytest.mark.parametrize("dtype, limit", DTYPES)
 @pytest.mark.parametrize("rows, mode, N, K", CASES)
 def test_products(device, dtype, limit, rows, mode, N, K):
-    """Sums are rounded once, what is added to the residual stream first, as elsewhere; logits are not."""
+    """Results are rounded once, like elsewhere: before the residual is added; logits stay in float32."""
     layer, x, onto = case(device, dtype, mode, rows, N, K)
     want, alone, both, logits = exactly(layer, x), layer(x), layer(x, onto), layer.logits(x)
     assert error(alone, want) < limit and error(both, want + onto.double()) < limit
@@ -61,7 +61,7 @@ def test_products(device, dtype, limit, rows, mode, N, K):
 
 @pytest.mark.parametrize("mode", ("int8", Kind("q4", 64), Kind("q6", 16), Kind("q8", 32), Kind("f8", 32)))
 def test_every_value(device, mode):
-    """Each stored value becomes its number exactly: the inputs are a one and zeros."""
+    """Each stored value is dequantized exactly: the inputs are one-hot."""
     K = 256
     layer = QuantizedLinear(K, 64, False, mode)
     layer.weight.data = torch.arange(layer.weight.numel()).reshape(layer.weight.shape).to(layer.weight.dtype)
@@ -80,8 +80,8 @@ def test_every_value(device, mode):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("mode, bits", [("int8", 8), ("q4-64-0", 4)])
-def test_programs_share_tiles(device, dtype, mode, bits):
-    """One tile of columns and many inputs: the sums come in parts, the same at every call."""
+def test_split_k(device, dtype, mode, bits):
+    """Few columns and many inputs (split-K): partial sums are added in a fixed order."""
     layer, x, _ = case(device, dtype, mode, 3, 64, 4096, bias=False)
     tile = products.tile_config(16, dtype, bits, 1 << 17)[0].kwargs
     assert tile["BLOCK_N"] == 64 and 4096 // tile["BLOCK_K"] >= 2 * products.MIN_STEPS
@@ -92,7 +92,7 @@ def test_programs_share_tiles(device, dtype, mode, bits):
 
 
 def test_shapes_and_layouts(device):
-    """Rows of any number of dimensions, and those that do not lie one after the other."""
+    """Any number of dimensions, and rows that are not contiguous."""
     layer, x, onto = case(device, torch.float32, "int8", 12, 20, 64)
     together = layer(x, onto)
     assert torch.equal(layer(x.view(2, 6, 64), onto.view(2, 6, 20)), together.view(2, 6, 20))
@@ -100,7 +100,7 @@ def test_shapes_and_layouts(device):
 
 
 def test_one_node(device):
-    """`torch.compile` sees one operation, with the dtype and shape that it has."""
+    """`torch.compile` sees one operation with the right dtype and shape."""
     layer, x, onto = case(device, torch.bfloat16, "int8", 4, 20, 64)
     for to in (onto, None):
         torch.library.opcheck(

@@ -1,4 +1,4 @@
-"""Top-k with log-probabilities, and the thresholds of top-k and top-p, against their definitions."""
+"""Top-k with log-probabilities, and top-k and top-p thresholds, against PyTorch."""
 import pytest
 import torch
 import triton
@@ -31,7 +31,7 @@ def test_rank(device, backend, rows, noise_rows, named):
 
 
 def test_ties(device, backend):
-    """The first of equal logits comes first."""
+    """Of equal logits the first wins."""
     logits = torch.zeros(1, 1, V, device=device)
     logits[0, 0, [3, 150, 70]] = 1.0
     logits[0, 0, 9] = -0.0
@@ -66,7 +66,9 @@ def kernel(x, out, N: tl.constexpr, READS: tl.constexpr, CONVERTS: tl.constexpr)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("converts", WAYS)
 def test_every_number(device, dtype, converts):
-    """Every byte's own, those half way between two (ties), the next ones to them, the largest, and NaN."""
+    """All 256 bytes; midpoints between neighbours (ties) and the floats next to them; the largest values and
+    NaN.
+    """
     x = torch.arange(256, device=device).to(torch.uint8)
     read = torch.empty(256, dtype=dtype, device=device)
     kernel[(1,)](x, read, 256, True, converts)
