@@ -6,9 +6,11 @@ from helpers.decoding import load
 from safetensors.torch import load_file, save_file
 
 from checkpoint.load import read_config
+from common.cli import Options
 from common.errors import InputError
+from drafters.auto import log_unused_heads
 from drafters.published import OPENINGS, advice
-from engine.drafting import DraftOptions
+from engine.drafting import DraftOptions, add_drafting
 
 
 @pytest.fixture
@@ -37,6 +39,16 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
         commands = (f"convert_checkpoint.py --checkpoint yuhuili/{name} --target {folder}" for name in names)
         assert len(lines) == 5 and all(line.endswith(x) for line, x in zip(lines[1:], commands))
         assert "--draft meta-llama/Llama-3.2-1B" in lines[3] and str(OPENINGS.name) in lines[4]
+
+
+def test_draft_means_auto_and_plain_decoding_names_it(folder):
+    """As llama.cpp's -md: what it names is a head or a model."""
+    p = Options(prog="x.py")
+    add_drafting(p)
+    assert p.read(["--draft", "other"]).speculate == "auto" and p.read([]).speculate == "none"
+    said: list[str] = []
+    log_unused_heads(folder, said.append)
+    assert said == [f"{folder}: has a head (eagle3 and eagle2) that is not used; add --speculate auto"]
 
 
 def test_head_in_another_folder(folder, tmp_path):
