@@ -33,7 +33,7 @@ from engine.request import encode
 from engine.sampling import Sampling
 from extensions import HEADS
 from kernels.choose import choose_backend
-from kernels.quantized import GROUPS, INT4_MODES, LM_HEAD_MODES, MODES, Scheme, quantize_linears
+from kernels.scheme import GROUPS, INT4_MODES, LM_HEAD_MODES, MODES, Scheme, quantize_linears
 from tokens.tokenizer import Tokenizer
 
 PROMPTS = (  # their answers are the default calibration text

@@ -38,7 +38,7 @@ from common.cli import Options, command, log_stderr, positive  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
 from kernels.choose import choose_backend  # noqa: E402
-from kernels.quantized import INT4_MODES  # noqa: E402
+from kernels.scheme import INT4_MODES  # noqa: E402
 from quantize import main as quantize  # noqa: E402
 from tokens.tokenizer import Tokenizer  # noqa: E402
 

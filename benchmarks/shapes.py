@@ -14,7 +14,8 @@ from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
 from families.hybrid import HybridArgs
 from head import Eagle3Head, Head, HeadArgs
-from kernels.quantized import INT4_MODES, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
+from kernels.quantized import MXFP4
+from kernels.scheme import INT4_MODES, LM_HEAD_MODES, Scheme, replace_linears
 from model import ModelArgs, Transformer, meta_modules
 
 INT4_GROUP = 64
@@ -79,7 +80,7 @@ def random_models(
 ) -> tuple[Transformer, Head]:
     """Return a target of this shape and its EAGLE-3 head.
 
-    mode: one of `kernels.quantized.MODES` for quantized weights, mxfp4 for experts, or None. In int4 and w4a8
+    mode: one of `kernels.scheme.MODES` for quantized weights, mxfp4 for experts, or None. In int4 and w4a8
     `group` inputs share a scale, and lm_head and head are 8-bit. Raise InputError on an unknown name.
     """
     args, draft_vocab, mlp_width = shape_of(name)

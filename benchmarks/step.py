@@ -40,7 +40,8 @@ from checkpoint.load import read_config
 from common.cli import log_stderr
 from common.errors import InputError, first_line
 from engine.drafting import read_tree
-from kernels.quantized import MODES, MXFP4
+from kernels.quantized import MXFP4
+from kernels.scheme import MODES
 from tree import TreeShape
 
 STEPS_PER_SAMPLE = 10 if bench.CUDA else 1  # a GPU's host launches a step ahead

@@ -12,8 +12,9 @@ from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
 from common.cli import log_stderr
-from kernels.quantized import AS_STORED, EMBED, ROUNDED, Scheme, linear_names, round_groups
-from kernels.stored import Kind, regroup
+from kernels.quantized import EMBED, linear_names
+from kernels.scheme import AS_STORED, Scheme
+from kernels.stored import ROUNDED, Kind, regroup, round_groups
 
 
 def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:

@@ -32,7 +32,8 @@ from checkpoint.hybrid import DELTA_STACKS, hybrid_fields, rearranged
 from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
 from common.errors import InputError
-from kernels.quantized import MXFP4, Scheme
+from kernels.quantized import MXFP4
+from kernels.scheme import Scheme
 
 SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}

@@ -89,7 +89,7 @@ def check_config(config: dict) -> ModelArgs:
             raise InvalidValue(field, config[field], f"nothing: {network.__name__} has no such part")
     check_args(args)
     if "quantization" in config:
-        from kernels.quantized import Scheme
+        from kernels.scheme import Scheme
 
         Scheme.from_config(config["quantization"])
     return args
@@ -165,7 +165,7 @@ def build_module(
         if lm_head_size and module.lm_head is not None:
             module.lm_head = Linear(args.hidden_size, lm_head_size, bias=False)
         if "quantization" in config:
-            from kernels.quantized import Scheme, replace_linears
+            from kernels.scheme import Scheme, replace_linears
 
             replace_linears(module, Scheme.from_config(config["quantization"]))
     return module

@@ -35,8 +35,9 @@ from common.progress import progress_bar
 from common.schema import named
 from families.mixed import causal
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.quantized import MXFP4, Quantized, Scheme, linear_names, split_rows
-from kernels.stored import Kind, dequantize_stored, fit, quantize_to_nearest
+from kernels.quantized import MXFP4, Quantized, linear_names, split_rows
+from kernels.scheme import Scheme
+from kernels.stored import Kind
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
@@ -203,8 +204,8 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
             for name, p in block.named_parameters():
                 if p.ndim == 3 and p.is_floating_point():  # stacked experts
                     kind = scheme.mode_of(f"layers.{i}.{name}")
-                    scales = fit(kind, p)
-                    p.data = dequantize_stored(kind, quantize_to_nearest(kind, p, *scales), *scales)
+                    scales = kind.fit(p)
+                    p.data = kind.dequantize(kind.round(p, *scales), *scales)
             for name in linear_names(block):
                 kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
@@ -222,7 +223,7 @@ def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> 
     """Forward pre-hook: replace the weight by its GPTQ-quantized values and pass the layer to `put`."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
     stored = gptq(weight, second_moments(x), kind)
-    layer.weight.data = dequantize_stored(kind, *stored)
+    layer.weight.data = kind.dequantize(*stored)
     put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // ERROR_TOKENS)])))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from checkpoint.load import WEIGHTS, build_module, check_config, load_weights
 from head import Head
-from kernels.quantized import Scheme
+from kernels.scheme import Scheme
 from kernels.tp import Ranks, Shard, shard_module
 from model import Transformer
 

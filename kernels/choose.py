@@ -37,8 +37,7 @@ def choose_backend(
 
 
 def _choose_cuda(device: torch.device, kernels: bool, log: Callable[[str], None]) -> Backend:
-    from kernels.gpu.device import runs_kernels
-    from kernels.quantized import detect_fp8
+    from kernels.gpu.device import detect_fp8, runs_kernels
 
     detect_fp8(device, log)
     if kernels and runs_kernels(device):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.stored import Kind, fit, fit_groups, pack_values, quantize_scales
+from kernels.stored import Kind, fit_groups, pack_values, quantize_scales
 
 DAMPING = 0.1  # relative to the mean of H's diagonal
 PANEL_COLUMNS = 1024  # of a Hessian, computed together
@@ -35,7 +35,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: Kind) -> tuple[Tensor, Tensor, T
     exact = weight.t().contiguous()  # [K, N]
     wanted = exact.clone()  # targets of rounding, given the errors so far
     q = torch.empty(K, N, dtype=torch.uint8)
-    units = UNIT_ROOM * fit(kind, weight)[0][..., None]  # [N, 2, 1]
+    units = UNIT_ROOM * kind.fit(weight)[0][..., None]  # [N, 2, 1]
     codes = torch.empty(N, 2, K // group, dtype=torch.int8)
     errors = torch.empty(group, N)
     for start in range(0, K, group):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from head import Eagle3Head
 from kernels.cpu_cache import CpuCaches, angles
-from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding, in_integers
+from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding
 from model import (
     MLP,
     Block,
@@ -61,15 +61,18 @@ class Packed(nn.Module):
     ):
         super().__init__()
         self.backend, gated = backend, activation is not None
-        weight = in_integers(weight) if isinstance(weight, Quantized) else weight
+        quantized, kind = isinstance(weight, Quantized), getattr(weight, "kind", None)
+        if kind:
+            from kernels.packed_stored import in_integers, pack_records
+
+            weight = in_integers(weight)
         values = getattr(weight, "weight", weight)
         self.columns, self.mode = values.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME_DTYPE)
-        quantized = isinstance(weight, Quantized)
         mode = weight.mode if quantized else None
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
         self.scale = None
         if quantized:
-            self.scale = _constant(pack_records(backend, weight, gated, len(self.packed)) if weight.kind
+            self.scale = _constant(pack_records(backend, weight, gated, len(self.packed)) if kind
                                    else pack_scale(backend, weight.scale, gated))
         self.bias = None
         if bias is not None:
@@ -98,24 +101,6 @@ class PackedLinear(Packed):
         return self(x, None, FLOAT32)
 
 
-class PackedEmbedding(nn.Module):
-    """A `QuantizedEmbedding` that reads rows as stored: of a mapped file, only these take memory."""
-
-    def __init__(self, backend, table: QuantizedEmbedding, dtype: torch.dtype):
-        super().__init__()
-        self.backend, self.dtype, self.device = backend, dtype, table.device
-        stored = in_integers(table)
-        codes = stored.codes if stored.kind.unit else None
-        # An empty dense table, then the C++ type Table's parts of a stored one.
-        empty = torch.empty(0, table.inputs, dtype=dtype)
-        self.table = empty, stored.weight, stored.scale, codes, stored.kind.minima
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> their embeddings [..., H]."""
-        rows = self.backend.ops.embed(tokens.flatten()[None], *self.table)
-        return rows.view(*tokens.shape, -1)
-
-
 def _constant(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
@@ -130,34 +115,6 @@ class PackedMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return self.w_down(self.w_gate_up(x), residual)
-
-
-class PackedExperts(nn.Module):
-    """`Experts` with the routed experts' weights read once per pass.
-
-    routing: the mixture, if it routes in PyTorch.
-    """
-
-    def __init__(self, backend, experts: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.backend = backend
-        self.router = PackedLinear(backend, experts.router, dtype)
-        activation = experts.activation
-        self.w_gate_up = Packed(backend, experts.w_gate_up, experts.gate_up_bias, dtype, activation)
-        experts.w_gate_up = None  # frees its memory before the next is packed
-        self.w_down = Packed(backend, experts.w_down, experts.down_bias, dtype)
-        self.routing = experts if experts.own_routing else None
-        experts.router, experts.w_down = self.router, None
-        # See csrc/operators.cpp: mixture_of.
-        self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalize) << 56
-
-    def forward(self, x: Tensor, residual: Tensor | None, router_input: Tensor | None = None) -> Tensor:
-        """As `Experts.forward`."""
-        residual = torch.zeros_like(x) if residual is None else residual
-        weights = [w for part in (self.router, self.w_gate_up, self.w_down) for w in part.operands]
-        router_input = x if router_input is None else router_input
-        routed = self.routing.route(router_input.flatten(0, -2)) if self.routing else (None, None)
-        return self.backend.ops.experts(x, residual, *weights, self.bits, self.w_gate_up.mode, *routed)
 
 
 class PackedNorm(nn.Module):
@@ -275,6 +232,11 @@ def pack_models(backend, *models: nn.Module) -> bool:
             done[module] = PackedLinear(backend, module, dtype)
         return done[module]
 
+    def pack_table(table: QuantizedEmbedding, dtype: torch.dtype) -> nn.Module:
+        from kernels.packed_stored import PackedEmbedding
+
+        return PackedEmbedding(backend, table, dtype)
+
     def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the children that operators support. Each is freed before the next is packed.
 
@@ -287,13 +249,14 @@ def pack_models(backend, *models: nn.Module) -> bool:
             elif isinstance(child, MLP) and all(supports_module(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
             elif is_mixture(child) and supports_module(child, dtype, device):
+                from kernels.packed_experts import PackedExperts
+
                 setattr(parent, name, PackedExperts(backend, child, dtype))
-            elif name != "lm_head" and isinstance(child, nn.Embedding | PackedEmbedding):
+            elif name != "lm_head" and is_table(child):
                 continue  # rows are read from the table
             elif supports_module(child, dtype, device):
-                is_table = name == EMBED and isinstance(child, QuantizedEmbedding)
-                layer = PackedEmbedding(backend, child, dtype) if is_table else packed(child, dtype)
-                setattr(parent, name, layer)
+                stored = name == EMBED and isinstance(child, QuantizedEmbedding)
+                setattr(parent, name, pack_table(child, dtype) if stored else packed(child, dtype))
             elif not is_mixture(child):
                 pack_children(child, dtype, device)
 
@@ -327,8 +290,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
 def _runs_fused(head: Eagle3Head) -> bool:
     """Return whether `ops.head_forward` supports this head."""
     first = head.layer
-    is_table = isinstance(head.embed, nn.Embedding | PackedEmbedding)
-    is_standard = is_table and not getattr(first, "norm_before_residual", False)
+    is_standard = is_table(head.embed) and not getattr(first, "norm_before_residual", False)
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
     return is_standard and normed and all(layer.fused for layer in (first, *head.more_layers))
 
@@ -356,7 +318,7 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands]
     weights += [wo_norm, mlp_norm, *gate_up.operands, *down.operands, down_norm]
     present = 0  # bit i: weight i is given
-    if isinstance(layer.mlp, PackedExperts):
+    if hasattr(layer.mlp, "bits"):  # `PackedExperts`
         weights, present = [*weights, *layer.mlp.router.operands], layer.mlp.bits
     present |= sum(1 << i for i, w in enumerate(weights) if w is not None)
     return [w for w in weights if w is not None], [present, layer.window, gate_up.mode]
@@ -366,6 +328,11 @@ def _joined_weights(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
     """Concatenate the `_weights` of fused layers."""
     each = [layer.fused.weights for layer in layers]
     return tuple([x for one in lists for x in one] for lists in zip(*each))
+
+
+def is_table(module: nn.Module) -> bool:
+    """Return whether a module is an embedding table whose rows operators read, packed or not."""
+    return isinstance(module, nn.Embedding) or hasattr(module, "table")
 
 
 def is_mixture(module: nn.Module | Tensor) -> bool:
@@ -402,7 +369,7 @@ def _is_packed(layer: Block, sharded: bool = False, fused: bool = False) -> bool
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
     normed = all(isinstance(norm, PackedNorm | nn.Identity) for norm in norms)
-    packed = PackedMLP | PackedExperts | PackedLinear
+    packed = PackedMLP | PackedLinear
     parts = (mlp,) if isinstance(mlp, packed) else mlp.children()  # shared and routed experts
     return linear and all(isinstance(x, packed) for x in parts) and normed
 
@@ -444,35 +411,6 @@ def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
     return _pack(backend, backend.ops.pack, 8, scale, 1, gated, 0, empty=torch.empty).flatten(2)
 
 
-def pack_records(backend, weight: Quantized, gated: bool, blocks: int) -> Tensor:
-    """Pack a stored layer's scales -> [blocks, units, 1 or 2, bytes], see csrc/kernels.h: Records."""
-    # Some rows, or an expert, at a time: large temporary tensors would leave holes in memory.
-    step = 1 if weight.weight.dim() == 3 else weight.outputs if gated else 512 * backend.layout.columns
-    out, first = None, 0
-    for parts in zip(*(x.split(step) for x in weight.scales)):
-        part = _records(backend, weight, gated, *parts)
-        if out is None:
-            out = _empty_in_huge_pages((blocks, *part.shape[1:]), torch.uint8)
-        out[first : first + len(part)] = part
-        first += len(part)
-    return out
-
-
-def _records(backend, weight: Quantized, gated: bool, scale: Tensor, codes: Tensor | None = None) -> Tensor:
-    kind, count = weight.kind, 1 + weight.kind.minima
-
-    def packed(x: Tensor) -> list[Tensor]:  # [N, count * n] -> count of [blocks, n, columns]
-        return [pack_scale(backend, part.contiguous(), gated) for part in x.chunk(count, -1)]
-
-    scales = torch.stack(packed(scale.float()), 2).view(torch.uint8)  # [blocks, units, count, bytes]
-    if codes is None:
-        return scales
-    units = kind.units(weight.inputs)
-    codes = torch.stack([x.unflatten(1, (units, -1)) for x in packed(codes)], 3)
-    codes = codes.flatten(2).view(torch.uint8).unflatten(2, (count, -1))
-    return torch.cat((scales.flatten(2), codes.flatten(2)), 2).unflatten(2, (count, -1))
-
-
 def _pack(
     backend, operator: Callable, bits: int, weight: Tensor, words: int, gated: bool, *byte_offset: int,
     empty: Callable | None = None,
@@ -485,7 +423,7 @@ def _pack(
     halves = 1 + gated
     blocks = -(-weight.shape[-2] // halves // (columns // halves))
     shape = len(weights), blocks, weight.shape[-1] * 8 // bits // words, columns * bits // 8, words
-    out = (empty or _empty_in_huge_pages)(shape, dtype=weight.dtype)
+    out = (empty or empty_in_huge_pages)(shape, dtype=weight.dtype)
     for one, to in zip(weights, out):
         operator(one, gated, *byte_offset, to)
     return out.flatten(0, 1)
@@ -500,7 +438,7 @@ _free_chunk = torch.empty(0, dtype=torch.uint8)  # the rest of the latest chunk
 _chunk_lock = threading.Lock()  # models may be loaded by several threads
 
 
-def _empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized CPU tensor, next to the previous ones."""
     global _free_chunk
     size = math.prod(shape) * dtype.itemsize

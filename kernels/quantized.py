@@ -14,122 +14,27 @@ f8     of published files, see `kernels.stored`; inputs are not rounded
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from operator import attrgetter
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import first_line
-from common.schema import Flag, InvalidValue, schema_of
-from kernels.stored import (
-    INTEGERS,
-    Kind,
-    dequantize_stored,
-    fit,
-    int4_kind,
-    quantize_to_nearest,
-    unpack_pairs,
-)
+from common.schema import InvalidValue
 
-MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
-INT4_MODES = ("int4", "w4a8")
+if TYPE_CHECKING:
+    from kernels.stored import Kind
+
 EMBED = "embed"  # name of the embedding module; quantized only if the source checkpoint quantizes it
-AS_STORED = "stored"  # mode of a `Scheme` with a `Kind` per layer, see `kernels.stored`
 MXFP4, MXFP4_GROUP = "mxfp4", 32  # experts only; read from checkpoints, we never quantize to it
-# Modes of lm_head and draft heads, which are more sensitive, where they differ from the layers' mode.
-LM_HEAD_MODES = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
-GROUPS = (32, 64, 128)
-
+INTEGERS = ("q4", "q6", "q8")  # modes of `kernels.stored`
 INT8_ACTIVATION_MODES = ("w8a8", *INTEGERS)  # to int8
 W8A8_GROUP = 64  # inputs of a token that share a dynamic scale
-ROUNDED = Kind("q8", 32)  # int8 in groups, for types that no kind holds exactly, and f8 on CPUs
 FP8_MAX = 448.0  # the largest e4m3 number
 CHUNK_VALUES = 1 << 19  # weights quantized per call: few calls, and intermediates fit in the CPU cache
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How the layers of a module are quantized: `quantization` in config.json.
-
-    mode: of linear layers; None if only experts are quantized. group: group size of int4 and w4a8, else 0.
-    lm_head: its mode, None if not quantized. experts: mode of the experts, if it differs. kinds: with mode
-    "stored", layer name -> `Kind` as text; other layers are not quantized.
-    """
-
-    mode: Literal[(*MODES, AS_STORED)] | None
-    group: Literal[(0, *GROUPS)]
-    lm_head: Literal[MODES] | Flag | None
-    experts: Literal[MXFP4] | None = None
-    kinds: dict[str, str] | None = None
-
-    @classmethod
-    def from_config(cls, quantization: dict) -> Scheme:
-        """Parse `quantization` of a config.json. Raises InvalidValue (a ValueError).
-
-        Older folders have a bool as lm_head: true means the mode of the layers.
-        """
-        schema_of(cls).check(quantization, "quantization")
-        mode, group, lm_head, experts, kinds = (quantization.get(f.name) for f in fields(cls))
-        for name, kind in (kinds or {}).items():
-            try:
-                Kind.parse(kind)
-            except (ValueError, TypeError):
-                raise InvalidValue(f"quantization.kinds.{name}", kind, "a kind like q4-32-row-min") from None
-        if isinstance(lm_head, bool):
-            lm_head = mode if lm_head else None
-        if mode is None and (lm_head or not experts):
-            raise InvalidValue("quantization.mode", mode, f"one of {', '.join(MODES)}")
-        if bool({mode, lm_head} & {*INT4_MODES}) != bool(group):
-            groups, names = (" or ".join(map(str, words)) for words in (GROUPS, INT4_MODES))
-            wanted = "0" if group else groups
-            expected = f"{wanted}: only {names} has a group size"
-            raise InvalidValue("quantization.group", group, expected)
-        return cls(mode, group, lm_head, experts, kinds)
-
-    def to_config(self) -> dict:
-        """Return the value of `quantization` in config.json; inverse of `from_config`."""
-        return {name: value for name, value in asdict(self).items()
-                if value is not None or name not in ("experts", "kinds")}
-
-    def mode_of(self, name: str, is_experts: bool = False) -> str | Kind | None:
-        """Return the mode or `Kind` of a layer, None if it is not quantized."""
-        if self.kinds and name in self.kinds:
-            return Kind.parse(self.kinds[name])
-        if is_experts and self.experts:
-            return self.experts
-        mode = self.lm_head if name == "lm_head" else None if name == EMBED else self.mode
-        if mode in INT4_MODES:  # older folders have no `kinds`
-            return Kind("q4", self.group)
-        return None if mode == AS_STORED else mode
-
-    def with_kinds(self, module: nn.Module) -> Scheme:
-        """Return the scheme with a `Kind` for every 4-bit layer of a module (`kernels.stored.int4_kind`).
-
-        Raises InvalidValue if the group does not divide a layer's inputs.
-        """
-        inputs = {}
-        if self.mode in INT4_MODES:
-            inputs = {name: module.get_submodule(name).in_features for name in linear_names(module)
-                      if name != "lm_head"}
-            stacks = {name: p.shape[-1] for name, p in module.named_parameters() if p.ndim == 3}
-            inputs |= {} if self.experts else stacks
-        if self.lm_head in INT4_MODES:
-            inputs["lm_head"] = module.embed.weight.shape[-1]
-        for name, count in inputs.items():
-            if count % self.group:
-                expected = f"a divisor of the {count} inputs of {name}"
-                raise InvalidValue("quantization.group", self.group, expected)
-        kinds = dict.fromkeys(inputs, str(int4_kind(self.group)))
-        if not kinds:
-            return self
-        mode = AS_STORED if self.mode in INT4_MODES else self.mode
-        lm_head = None if "lm_head" in kinds else self.lm_head
-        return Scheme(mode, 0, lm_head, self.experts, kinds)
 
 
 def rowwise_scales(weight: Tensor, mode: str) -> Tensor:
@@ -143,13 +48,6 @@ def quantize_rowwise(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
     return units.to(torch.float8_e4m3fn) if mode == "fp8" else units.round_().to(torch.int8)
 
 
-def round_groups(weight: Tensor, group: int = ROUNDED.group) -> tuple[Tensor, Tensor]:
-    """Return q and scales [..., K/group] of weight [..., K] in int8 in groups of inputs."""
-    groups = weight.unflatten(-1, (-1, group))
-    scale = rowwise_scales(groups, "int8")
-    return quantize_rowwise(groups, scale, "int8").flatten(-2), scale[..., 0]
-
-
 def split_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Split tensors [..., N, columns] into views of the same rows, about CHUNK_VALUES weights each."""
     rows = max(1, CHUNK_VALUES // weight.shape[-1])
@@ -159,16 +57,11 @@ def split_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize an int8, fp8 or MXFP4 weight: [..., N, K] in `dtype`. MXFP4 scales are uint8."""
     if scale.dtype == torch.uint8:
+        from kernels.stored import e2m1, unpack_pairs
+
         values = e2m1(unpack_pairs(weight)).unflatten(-1, (-1, MXFP4_GROUP))
         return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
     return (weight.float() * scale).to(dtype)
-
-
-def e2m1(codes: Tensor) -> Tensor:
-    """Convert e2m1 codes 0..15 to numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
-    size = (codes & 7).float()
-    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
-    return torch.where(codes > 7, -twice, twice) / 2
 
 
 def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
@@ -180,31 +73,15 @@ def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
 
 
-FP8_DEVICES: set[torch.device] = set()  # filled by `detect_fp8`: GPUs on which torch._scaled_mm works
-
-
-def detect_fp8(device: torch.device, log: Callable[[str], None]) -> None:
-    """Add a GPU to FP8_DEVICES if torch._scaled_mm works on it. Log the error if it should but does not."""
-    if device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return
-    try:
-        q = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
-        one, rows = torch.ones((), device=device), torch.ones(16, 1, device=device)
-        for scales, dtype in (((rows, rows.t()), torch.bfloat16), ((one, one), torch.float32)):
-            torch._scaled_mm(q, q.t(), *scales, out_dtype=dtype, use_fast_accum=True)
-        FP8_DEVICES.add(device)
-    except RuntimeError as e:
-        log(f"fp8 matmuls fall back to float32 without tensor cores ({first_line(e)})")
+FP8_DEVICES: set[torch.device] = set()  # GPUs with `torch._scaled_mm`, see `kernels.gpu.device.detect_fp8`
 
 
 class Quantized(nn.Module):
     """Base class of modules with a quantized weight [..., N, K] and its scales.
 
-    mode: one of MODES, MXFP4, or a `Kind`. group: group size, 0 for one scale per row. restore: undoes the
-    backend's memory layout of (weight, scale), None if it has not changed them. Raises InvalidValue if the
-    group does not divide K.
+    mode: one of `kernels.scheme.MODES`, MXFP4, or a `Kind`. group: group size, 0 for one scale per row.
+    restore: undoes the backend's memory layout of (weight, scale), None if it has not changed them. Raises
+    InvalidValue if the group does not divide K.
     """
 
     restore: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -212,7 +89,7 @@ class Quantized(nn.Module):
     def __init__(self, shape: tuple[int, ...], mode: str | Kind):
         super().__init__()
         *_, self.outputs, inputs = shape
-        self.inputs, self.kind = inputs, mode if isinstance(mode, Kind) else None
+        self.inputs, self.kind = inputs, None if isinstance(mode, str) else mode
         self.mode, self.group = mode[:2] if self.kind else (mode, MXFP4_GROUP if mode == MXFP4 else 0)
         if self.group and inputs % max(self.group, self.kind.unit if self.kind else 0):
             raise InvalidValue("group", self.group, f"a divisor of {inputs} inputs")
@@ -243,7 +120,7 @@ class Quantized(nn.Module):
 
     def fit(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Compute `scales` for a weight [..., N, K], as arguments of `round`."""
-        fitted = [fit(self.kind, rows) if self.kind else (rowwise_scales(rows, self.mode),)
+        fitted = [self.kind.fit(rows) if self.kind else (rowwise_scales(rows, self.mode),)
                   for rows, in split_rows(weight)]
         return tuple(torch.cat(parts).unflatten(0, weight.shape[:-1]) for parts in zip(*fitted))
 
@@ -251,14 +128,14 @@ class Quantized(nn.Module):
         """Quantize a weight [..., N, K] with these scales, packed like `self.weight`."""
         stored = torch.empty_like(self.weight, device=weight.device)
         for rows, to, *of_rows in split_rows(weight, stored, *scales):
-            to.copy_(quantize_to_nearest(self.kind, rows, *of_rows) if self.kind
+            to.copy_(self.kind.round(rows, *of_rows) if self.kind
                      else quantize_rowwise(rows, *of_rows, self.mode))
         return stored
 
     def numbers(self, weight: Tensor, *scales: Tensor) -> Tensor:
         """Dequantize rows of a weight in this module's format: float32 [..., K]."""
         if self.kind:
-            return dequantize_stored(self.kind, weight, *scales)
+            return self.kind.dequantize(weight, *scales)
         return dequantize(weight, *scales, torch.float32)
 
     def dequantize(self, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
@@ -277,19 +154,6 @@ class Quantized(nn.Module):
         if self.restore is not None:
             weight, scale = self.restore(self, weight, scale)
         return dequantize(weight, scale, dtype)
-
-
-def in_integers(weight: Quantized) -> Quantized:
-    """Return a weight in f8 rounded to `ROUNDED`, for kernels that multiply integers; others as they are."""
-    if not weight.kind or weight.mode != "f8":
-        return weight
-    kind = ROUNDED._replace(group=min(ROUNDED.group, weight.group))
-    rounded = Quantized((*weight.weight.shape[:-1], weight.inputs), kind)
-    tensors = weight.weight, weight.scale, rounded.weight, rounded.scale
-    for stored, scale, q, to in split_rows(*tensors):
-        for out, found in zip((q, to), round_groups(weight.numbers(stored, scale), kind.group)):
-            out.copy_(found)
-    return rounded
 
 
 class QuantizedLinear(Quantized):
@@ -378,56 +242,29 @@ def linear_names(module: nn.Module) -> list[str]:
             if isinstance(child, nn.Linear) and not name.endswith("router")]
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has the layer of this name as an attribute, and the attribute's name."""
     parent, _, attribute = name.rpartition(".")
     return module.get_submodule(parent), attribute
 
 
-def replace_linears(module: nn.Module, scheme: Scheme) -> None:
-    """Replace linear layers and stacked experts by uninitialized quantized modules, to load weights into.
-
-    Raises ValueError if a group does not divide a layer's inputs.
-    """
-    stacks, kinds = [name for name, p in module.named_parameters() if p.ndim == 3], scheme.kinds or {}
-    found = [*linear_names(module), *stacks, EMBED]
-    if unknown := [name for name in kinds if name not in found]:
-        raise InvalidValue(f"quantization.kinds.{unknown[0]}", kinds[unknown[0]], "the name of a layer")
-    for name in found:
-        if not (mode := scheme.mode_of(name, name in stacks)):
-            continue
-        owner, attribute = _owner(module, name)
-        old = getattr(owner, attribute)
-        try:
-            if name in stacks:
-                new: nn.Module = QuantizedStack(tuple(old.shape), mode)
-            elif name == EMBED:
-                new = QuantizedEmbedding(module.norm, *old.weight.shape[::-1], False, mode)
-            else:
-                new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, mode)
-        except InvalidValue as e:
-            raise InvalidValue(f"quantization.{e.key}", e.found, f"{e.expected}, of {name}") from None
-        if name in stacks:
-            delattr(owner, attribute)
-        setattr(owner, attribute, new)
-
-
-def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
+def quantize_layers(module: nn.Module, mode_of: Callable[[str], str | Kind | None]) -> None:
     """Quantize the linear layers of a loaded module in place. Unties a tied lm_head if it is quantized.
 
-    Skips layers that are quantized already, and experts. Raises ValueError if a group does not divide a
-    layer's inputs.
+    mode_of: returns the mode of a layer by its name, None to keep it. Skips layers that are quantized
+    already, and experts. Raises ValueError if a group does not divide a layer's inputs.
     """
-    names, scheme = linear_names(module), scheme.with_kinds(module)
-    if module.lm_head is None and scheme.mode_of("lm_head"):
-        weight = module.embed.weight.detach()
-        module.lm_head = QuantizedLinear.from_weight(weight, None, scheme.mode_of("lm_head"))
-    for name in filter(scheme.mode_of, names):
+    names = linear_names(module)
+    if module.lm_head is None and (mode := mode_of("lm_head")):
+        module.lm_head = QuantizedLinear.from_weight(module.embed.weight.detach(), None, mode)
+    for name in filter(mode_of, names):
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        quantized = QuantizedLinear.from_weight(layer.weight.detach(), bias, scheme.mode_of(name))
-        setattr(*_owner(module, name), quantized)
+        quantized = QuantizedLinear.from_weight(layer.weight.detach(), bias, mode_of(name))
+        setattr(*owner(module, name), quantized)
 
 
 def quantize_at_load(model: nn.Module, mode: str) -> None:
     """Quantize a bf16 or fp16 model in place, with its lm_head unless that is the target's."""
-    quantize_linears(model, Scheme(mode, 0, mode if getattr(model.args, "own_lm_head", True) else None))
+    keep = () if getattr(model.args, "own_lm_head", True) else ("lm_head",)
+    quantize_layers(model, lambda name: None if name in keep else mode)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INTEGERS = ("q4", "q6", "q8")
+from kernels.quantized import INTEGERS, Quantized, quantize_rowwise, rowwise_scales, split_rows
+
 STORED = (*INTEGERS, "f8")
 GROUPS = 16, 32, 64, 128
 ROW = -1  # `Kind.unit`: one super-scale per row
@@ -79,6 +80,26 @@ class Kind(NamedTuple):
         mode = max(self.mode, other.mode, "q4" if self.minima == other.minima else "q6")
         mode = self.mode if "f8" in (self.mode, other.mode) else mode
         return Kind(mode, group, unit, self.minima or other.minima, self.ordered)
+
+    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Fit super-scales and codes to weight [..., K], for `round`. Only of an `int4_kind`."""
+        each = torch.cat(fit_groups(weight.float().unflatten(-1, (-1, self.group))), -1).transpose(-1, -2)
+        units = each.abs().amax(-1, keepdim=True) / 127
+        return units.flatten(-2), quantize_scales(each, units).flatten(-2)
+
+    def round(self, weight: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+        """Quantize weight [..., K] to nearest and pack it. Only of an `int4_kind`."""
+        each = expand_scales(self, scale, codes)[..., None]
+        step = torch.where(each[..., 0, :, :] == 0, 1, each[..., 0, :, :])
+        q = weight.float().unflatten(-1, (-1, self.group)) + each[..., 1, :, :]
+        return pack_pairs(q.div_(step).round_().clamp_(0, 15).to(torch.uint8).flatten(-2))
+
+    def dequantize(self, weight: Tensor, scale: Tensor, codes: Tensor | None = None) -> Tensor:
+        """Dequantize a stored weight to float32 [..., K]."""
+        return numbers(self, values(self, weight), scale, codes)
+
+
+ROUNDED = Kind("q8", 32)  # int8 in groups, for types that no kind holds exactly, and f8 on CPUs
 
 
 def pack_pairs(q: Tensor) -> Tensor:
@@ -166,29 +187,9 @@ def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor,
     return scale, torch.where(scale == 0, -low, (scale * sum_q - sum_parts) / count)
 
 
-def fit(kind: Kind, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit super-scales and codes to weight [..., K], for `quantize_to_nearest`. kind: one of `int4_kind`."""
-    each = torch.cat(fit_groups(weight.float().unflatten(-1, (-1, kind.group))), -1).transpose(-1, -2)
-    units = each.abs().amax(-1, keepdim=True) / 127
-    return units.flatten(-2), quantize_scales(each, units).flatten(-2)
-
-
 def quantize_scales(each: Tensor, units: Tensor) -> Tensor:
     """Quantize scales and minima [..., 2, groups] to int8 codes of their super-scales `units` [..., 2, 1]."""
     return (each / torch.where(units == 0, 1, units)).round_().clamp_(-127, 127).to(torch.int8)
-
-
-def quantize_to_nearest(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-    """Quantize weight [..., K] to nearest and pack it. kind: one of `int4_kind`."""
-    each = expand_scales(kind, scale, codes)[..., None]
-    step = torch.where(each[..., 0, :, :] == 0, 1, each[..., 0, :, :])
-    q = weight.float().unflatten(-1, (-1, kind.group)) + each[..., 1, :, :]
-    return pack_pairs(q.div_(step).round_().clamp_(0, 15).to(torch.uint8).flatten(-2))
-
-
-def dequantize_stored(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor | None = None) -> Tensor:
-    """Dequantize a stored weight to float32 [..., K]."""
-    return numbers(kind, values(kind, weight), scale, codes)
 
 
 def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -203,3 +204,30 @@ def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[
         return spread(expand_scales(kind, scale, codes), kind.group // to.group), None
     count = 1 + kind.minima, -1
     return spread(scale.unflatten(-1, count), 1), spread(codes.unflatten(-1, count), kind.group // to.group)
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """Convert e2m1 codes 0..15 to numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
+    size = (codes & 7).float()
+    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
+    return torch.where(codes > 7, -twice, twice) / 2
+
+
+def round_groups(weight: Tensor, group: int = ROUNDED.group) -> tuple[Tensor, Tensor]:
+    """Return q and scales [..., K/group] of weight [..., K] in int8 in groups of inputs."""
+    groups = weight.unflatten(-1, (-1, group))
+    scale = rowwise_scales(groups, "int8")
+    return quantize_rowwise(groups, scale, "int8").flatten(-2), scale[..., 0]
+
+
+def in_integers(weight: Quantized) -> Quantized:
+    """Return a weight in f8 rounded to `ROUNDED`, for kernels that multiply integers; others as they are."""
+    if not weight.kind or weight.mode != "f8":
+        return weight
+    kind = ROUNDED._replace(group=min(ROUNDED.group, weight.group))
+    rounded = Quantized((*weight.weight.shape[:-1], weight.inputs), kind)
+    tensors = weight.weight, weight.scale, rounded.weight, rounded.scale
+    for stored, scale, q, to in split_rows(*tensors):
+        for out, found in zip((q, to), round_groups(weight.numbers(stored, scale), kind.group)):
+            out.copy_(found)
+    return rounded

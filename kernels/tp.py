@@ -28,8 +28,9 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.hashes import hash56
-from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP, Scheme
+from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP
 from kernels.rank_step import sharded_step
+from kernels.scheme import Scheme
 from kernels.stored import ROW, Kind
 from model import Block, Linear, ModelArgs, Transformer
 

@@ -6,11 +6,15 @@ before anything is imported) runs the kernels on a CPU, slowly.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+
+from common.errors import first_line
+from kernels.quantized import FP8_DEVICES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 # Importing Triton is slow, so it is imported only where a GPU or the interpreter can run it.
@@ -41,3 +45,19 @@ def gpu_of(device: torch.device) -> Gpu:
         return Gpu((8, 0), 1 << 30, 4)
     found = torch.cuda.get_device_properties(device)
     return Gpu((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+
+
+def detect_fp8(device: torch.device, log: Callable[[str], None]) -> None:
+    """Add a GPU to FP8_DEVICES if torch._scaled_mm works on it. Log the error if it should but does not."""
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return
+    try:
+        q = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+        one, rows = torch.ones((), device=device), torch.ones(16, 1, device=device)
+        for scales, dtype in (((rows, rows.t()), torch.bfloat16), ((one, one), torch.float32)):
+            torch._scaled_mm(q, q.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+        FP8_DEVICES.add(device)
+    except RuntimeError as e:
+        log(f"fp8 matmuls fall back to float32 without tensor cores ({first_line(e)})")

@@ -48,7 +48,7 @@ from families.hybrid import RING
 from families.mixed import causal
 from kernels.choose import choose_backend
 from kernels.cpu_cache import CpuCaches, Int8Caches
-from kernels.quantized import LM_HEAD_MODES
+from kernels.scheme import LM_HEAD_MODES
 from quantize import main as quantize
 from tree import TreeShape
 

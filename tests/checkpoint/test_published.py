@@ -16,8 +16,7 @@ from checkpoint.hybrid import rearranged
 from checkpoint.load import load_model
 from checkpoint.source import Entry, Grouped
 from common.errors import InputError
-from kernels.quantized import ROUNDED, e2m1, round_groups
-from kernels.stored import Kind, dequantize_stored, numbers, pack_values, regroup
+from kernels.stored import ROUNDED, Kind, e2m1, numbers, pack_values, regroup, round_groups
 
 LAYERS, GROUP = 2, 16
 SMALL = {**CONFIG, "num_hidden_layers": LAYERS}
@@ -201,7 +200,7 @@ def test_published_formats(tmp_path, capsys, name):
         exact, stored = torch.cat([x for _, x in parts]), model.get_submodule(layer).dequantize(torch.float32)
         assert torch.equal(state[f"{layer}.weight"], exact.bfloat16()), layer
         assert torch.equal(stored, torch.cat([
-            dequantize_stored(ROUNDED, *round_groups(x)) if type_ in ROUNDED_TYPES else x
+            ROUNDED.dequantize(*round_groups(x)) if type_ in ROUNDED_TYPES else x
             for type_, x in parts])), layer
 
 

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.sampling import Sampling
 from families.mixed import causal
 from kernels.choose import choose_backend
-from kernels.quantized import LM_HEAD_MODES, Scheme, quantize_linears
+from kernels.scheme import LM_HEAD_MODES, Scheme, quantize_linears
 from kernels.stored import pack_pairs
 from tree import TreeShape
 

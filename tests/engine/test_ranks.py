@@ -16,8 +16,8 @@ from checkpoint.convert import convert
 from checkpoint.load import read_config
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from checkpoint.sharded import shards_of
-from kernels.quantized import INT4_MODES, LM_HEAD_MODES, Scheme
-from kernels.quantized import MODES as PRECISIONS
+from kernels.scheme import INT4_MODES, LM_HEAD_MODES, Scheme
+from kernels.scheme import MODES as PRECISIONS
 
 pytestmark = pytest.mark.slow
 # Families that differ in what is sharded: a key/value head for each query, tied tables, biases, norms,

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.stored import dequantize_stored, expand_scales, fit, int4_kind, quantize_to_nearest
+from kernels.stored import expand_scales, int4_kind
 
 
 def correlated(inputs: int, rows: int, seed: int) -> torch.Tensor:
@@ -24,11 +24,11 @@ def test_gptq_beats_rounding_to_nearest(inputs, group):
     found = gptq(weight, second_moments(seen), kind)
     assert [(x.dtype, *x.shape) for x in found] == [
         (dtype, 40, size) for size, dtype in kind.sizes(inputs).values()]
-    assert not dequantize_stored(kind, *found)[3].any()
-    scales = fit(kind, weight)
-    nearest = dequantize_stored(kind, quantize_to_nearest(kind, weight, *scales), *scales)
+    assert not kind.dequantize(*found)[3].any()
+    scales = kind.fit(weight)
+    nearest = kind.dequantize(kind.round(weight, *scales), *scales)
     for x in (seen, unseen):
-        error = output_error(weight, dequantize_stored(kind, *found), x)
+        error = output_error(weight, kind.dequantize(*found), x)
         assert error < 0.75 * output_error(weight, nearest, x)
 
 
@@ -41,9 +41,9 @@ def test_second_moments_in_panels(monkeypatch):
 def test_uncorrelated_inputs_round_to_nearest():
     """Scales may differ by a percent."""
     weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), int4_kind(64)
-    want = expand_scales(kind, *fit(kind, weight))
+    want = expand_scales(kind, *kind.fit(weight))
     for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):
         found, *scales = gptq(weight, hessian, kind)
         expected_scales = expand_scales(kind, *scales)
         torch.testing.assert_close(expected_scales, want, rtol=0.01, atol=0.01 * float(want.max()))
-        assert torch.equal(found, quantize_to_nearest(kind, weight, *scales))
+        assert torch.equal(found, kind.round(weight, *scales))

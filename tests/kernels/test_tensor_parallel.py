@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.errors import InputError
-from kernels.quantized import Scheme
+from kernels.scheme import Scheme
 from kernels.tp import Ranks, Shard
 from model import ModelArgs
 

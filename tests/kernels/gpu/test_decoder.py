@@ -22,7 +22,8 @@ from kernels.gpu import attention, delta, fallback, products, registers, samplin
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.experts import fused_mix
-from kernels.quantized import QuantizedLinear, Scheme, quantize_linears, replace_linears
+from kernels.quantized import QuantizedLinear
+from kernels.scheme import Scheme, quantize_linears, replace_linears
 from kernels.stored import Kind
 from tree import TreeShape
 

@@ -10,7 +10,7 @@ from families.experts import Experts, MixtureArgs
 from kernels.gpu import experts
 from kernels.gpu.device import INTERPRETED
 from kernels.gpu.products import kernel_operands
-from kernels.quantized import AS_STORED, Scheme, replace_linears
+from kernels.scheme import AS_STORED, Scheme, replace_linears
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 3e-6), (torch.float16, 8e-3), (torch.bfloat16, 2e-2)]
