@@ -93,7 +93,7 @@ CLASS_FIELDS = {
             "latent_rank": "networks.mtp:LatentMtpHead"},
     "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},
 }
-CHECK_KV = "kernels.choose:check_kv"
+CHECK_KV = "kernels.kv_dtypes:check_kv"
 ON_BACKEND = "kernels.choose:on_backend"  # puts a target on the `Backend` of its device
 SCHEDULER = "schedulers.cost_model:schedule"
 QUANTIZE = "kernels.quantized:quantize_at_load"  # quantizes a 16-bit head

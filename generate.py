@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from llm import LLM
 
 Prompts = list[str | list[int]]
-MIN_LONG_PROMPT = 2048  # characters; longer prompts are checked before the weights are read
 DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
 
 
@@ -165,10 +164,6 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 
     if "" in prompts:
         raise InputError(f"the prompt {IS_EMPTY}")
-    if len(str(prompts)) > (o.max_seq_len or MIN_LONG_PROMPT):
-        from console import lengths
-
-        lengths.check(o, prompts)
     if o.trace:
         from console import trace
 

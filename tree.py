@@ -132,11 +132,6 @@ class CandidateTree:
         self.parents.append(self.beam_index[..., None].expand_as(tokens).flatten(1))
 
     @property
-    def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """For a kernel: scores and tokens [B, R*k] of the newest children, `beam_mask`, and `size`."""
-        return self.scores[-1], self.tokens[-1], self.beam_mask, self.size
-
-    @property
     def candidates(self) -> tuple[Tensor, ...]:
         """Scores, tokens, parents of all candidates [B, C]. Parents are candidate indices, -1: the root."""
         levels = self.scores, self.tokens, self.parents

@@ -158,7 +158,15 @@ class SlotBatch:
     """An engine with continuous batching."""
 
     def __init__(self, engine: Engine):
-        self.engine = engine
+        self.engine, self.prompt_seconds, prefill = engine, 0.0, engine.runner.prefill
+
+        def timed(*args) -> torch.Tensor:
+            began = time.perf_counter()
+            found = prefill(*args)
+            self.prompt_seconds += time.perf_counter() - began
+            return found
+
+        engine.runner.prefill = timed
         engine.warm_up(Sampling(), Sampling(temperature=1.0))
 
     def answer(
@@ -168,7 +176,7 @@ class SlotBatch:
 
         Return ids, seconds, prefill seconds among these, and the number of steps by tree.
         """
-        engine, requests, before = self.engine, [], self.engine.prompt_seconds
+        engine, requests, before = self.engine, [], self.prompt_seconds
         synchronize(engine.device)
         began = time.perf_counter()
         while engine.busy or len(requests) < len(prompts):
@@ -176,7 +184,7 @@ class SlotBatch:
                 requests.append(engine.admit(prompts[len(requests)], sampling[len(requests)]))
             engine.step()
         synchronize(engine.device)
-        seconds, reading = time.perf_counter() - began, engine.prompt_seconds - before
+        seconds, reading = time.perf_counter() - began, self.prompt_seconds - before
         return [r.ids for r in requests], seconds, reading, sum((r.trees for r in requests), Counter())
 
 

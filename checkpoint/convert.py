@@ -43,6 +43,7 @@ from common.errors import InputError, counted, library_errors
 from common.schema import named
 from common.writing import staging
 from model import ModelArgs
+from tokens.convert import stop_ids as stop_ids_of
 from tokens.files import ENCODERS, MERGES
 from tokens.tokenizer import Tokenizer
 
@@ -90,7 +91,7 @@ def convert(
     with staging(out) as folder:
         if not target:
             tokenizer = source.tokenizer and _write_tokenizer(source, folder, template, checkpoint)
-            stop_ids = unique_ids(config["stop_ids"], tokenizer.stop_ids if tokenizer else None)
+            stop_ids = unique_ids(config["stop_ids"], stop_ids_of(tokenizer) if tokenizer else None)
             config["stop_ids"] = [i for i in stop_ids if i < config["vocab_size"]]
         for part, (fields, tensors) in parts.items():
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields

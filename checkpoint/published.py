@@ -18,7 +18,8 @@ from torch import Tensor
 
 from checkpoint.source import QUANTIZATION, Entry, Grouped
 from common.errors import InputError, library_errors
-from kernels.stored import GROUPS, Kind, e2m1, numbers, pack_values, regroup
+from kernels.quantized import e2m1
+from kernels.stored import GROUPS, Kind, numbers, pack_values, regroup
 
 PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a quantized layer
     f"weight_{part}" for part in

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from engine.draft import HeadDrafter, NetworkDrafter, catch_up_count, last_unread, materialize
+from engine.draft import HeadDrafter, NetworkDrafter, catch_up_count, last_unread
 from engine.drafting import DrafterSetup
+from engine.graphs import materialize
 from engine.state import State
 from engine.step import Step
 from head import Head

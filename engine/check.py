@@ -19,8 +19,8 @@ from common.errors import first_line
 from engine.runner import ModelRunner, round_up
 from engine.sampling import Modes, Sampling, restrict
 from engine.step import accept_and_commit, draft_and_verify
-from kernels.float8 import from_bytes
 from kernels.gpu import fallback
+from kernels.kv_dtypes import from_bytes
 from model import KVCache, KVCaches
 from tree import Tree, gather_tokens
 

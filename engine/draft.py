@@ -126,15 +126,6 @@ class Drafter(nn.Module):
         """Learn from the target's logits [B, T, V] at the proposed nodes, after `process_logits`."""
 
 
-def materialize(x: Tensor) -> Tensor:
-    """Make torch.compile compute x once, not again in every kernel that reads it.
-
-    `as_strided` forces x into memory, from storage offset 0. Otherwise an angle or a mask is recomputed in
-    every layer.
-    """
-    return x.as_strided(x.shape, x.stride())
-
-
 def catch_up_count(step: Step, state: State) -> int:
     """Return R, the size of a catch-up pass: W with static shapes, else the largest `n_unread`, 1 to W."""
     W = state.max_commit

@@ -27,7 +27,7 @@ import extensions
 from common.errors import InputError
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
-from engine.runner import AsyncOutput, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
+from engine.runner import Emitted, ModelRunner, Output, SlotRange, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
 from engine.state import Slots
 from model import Transformer
@@ -93,7 +93,7 @@ class PendingPass(NamedTuple):
     """A launched pass whose output the host has not read."""
 
     requests: list[Request | None]  # by batch slot of the pass; None: not in it
-    output: AsyncOutput
+    output: Output
     shape: TreeShape | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
     head: bool = False  # the scheduler chose a step with the head
@@ -154,7 +154,6 @@ class Engine:
         self._pending: deque[PendingPass] = deque()
         self._modes: Modes | None = None  # of the decoding requests; None: recompute
         self.self_check = target.backend and target.backend.self_check
-        self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
     @property
     def free(self) -> int:
@@ -238,12 +237,8 @@ class Engine:
         Returns their events. An event with a `finish` is its request's last.
         """
         events, in_flight = [], 0
-        if self.slots.prefilling:
-            began = time.perf_counter()
-            prompt_ended = self._prefill_chunk()
-            self.prompt_seconds += time.perf_counter() - began
-            if prompt_ended:
-                events += self._collect(0)
+        if self.slots.prefilling and self._prefill_chunk():
+            events += self._collect(0)
         if decoding := self.slots.requests[: self.slots.decoding]:
             began = time.perf_counter()
             record = self._launch(decoding)
@@ -412,12 +407,10 @@ class Engine:
         """Return why a request has finished, None if it goes on."""
         if request.error:
             return "error"
-        if request.stop is not None:
+        if request.stop is not None or (emitted.done and request.ids and request.ids[-1] in self.stop_ids):
             return "stop"
         if not emitted.done:
             return None
-        if request.ids and request.ids[-1] in self.stop_ids:
-            return "stop"
         return "cache" if len(request.tokens) >= self.max_seq_len else "length"
 
     # -- warmup -------------------------------------------------------------------------------

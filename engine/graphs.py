@@ -59,14 +59,28 @@ def pass_bytes(runner, drafters: list) -> int:
     return (logits + 4 * graph_values) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 
 
-def copy_to_host(parts: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event]:
-    """Start copying tensors to pinned memory. Returns the copies, and an event after them."""
+def copy_to_host(parts: tuple[torch.Tensor, ...]) -> Callable[[], list[list]]:
+    """Start copying tensors to pinned memory. Returns a function that waits for them and returns lists."""
     host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
     for x, pinned in zip(parts, host):
         pinned.copy_(x, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(parts[0].device))
-    return host, copied
+
+    def read() -> list[list]:
+        copied.synchronize()
+        return [x.tolist() for x in host]
+
+    return read
+
+
+def materialize(x: torch.Tensor) -> torch.Tensor:
+    """Make torch.compile compute x once, not again in every kernel that reads it.
+
+    `as_strided` forces x into memory, from storage offset 0. Otherwise an angle or a mask is recomputed in
+    every layer.
+    """
+    return x.as_strided(x.shape, x.stride())
 
 
 def compile_graph(function: Callable, **options) -> Callable:

@@ -32,14 +32,8 @@ class CachesTooLarge(InputError):
     """The caches do not fit in memory. The message gives the numbers."""
 
 
-class AsyncOutput(NamedTuple):
-    """Output of a pass while it is copied to the host: `State.out` and, if asked for, the scores.
-
-    parts: pinned tensors; on a CPU lists.
-    """
-
-    parts: tuple[Tensor | list, ...]
-    copied: torch.cuda.Event | None  # recorded after the copy; None: nothing to wait for
+# Waits until a pass's output is on the host: `State.out` and, if asked for, the scores, as lists.
+Output = Callable[[], list[list]]
 
 
 class Emitted(NamedTuple):
@@ -290,24 +284,21 @@ class ModelRunner:
 
     # -- output -------------------------------------------------------------------------------
 
-    def to_host(self, state: State, scored: bool) -> AsyncOutput:
+    def to_host(self, state: State, scored: bool) -> Output:
         """Start copying what a pass emitted; `read_outputs` waits for it. scored: also the scores."""
-        parts = (state.out,)
-        if scored:
-            parts += state.processors.scores
-        if not self.on_cuda:
-            return AsyncOutput(tuple(x.tolist() for x in parts), None)
-        return AsyncOutput(*extensions.load(extensions.COPY_TO_HOST)(parts))
+        parts = (state.out, *state.processors.scores) if scored else (state.out,)
+        if self.on_cuda:
+            return extensions.load(extensions.COPY_TO_HOST)(parts)
+        found = [x.tolist() for x in parts]  # now: the next pass overwrites them
+        return lambda: found
 
 
-def read_outputs(output: AsyncOutput, logprobs: list[int | None]) -> Iterator[Emitted]:
+def read_outputs(output: Output, logprobs: list[int | None]) -> Iterator[Emitted]:
     """Wait for the output of a pass and yield that of each sequence.
 
     logprobs: `Sampling.logprobs` by sequence; further sequences are skipped.
     """
-    if output.copied is not None:
-        output.copied.synchronize()
-    out, *scores = (x if isinstance(x, list) else x.tolist() for x in output.parts)
+    out, *scores = output()
     for i, ((*tokens, count, drafted, done), num_logprobs) in enumerate(zip(out, logprobs)):
         scored = extensions.load(extensions.SCORES_OF_SLOT)(scores, i, count, num_logprobs) if scores else []
         yield Emitted(tokens[:count], drafted, bool(done), scored)

@@ -122,12 +122,6 @@ class State(nn.Module):
             self._processors = make()
         return self._processors
 
-    def swap(self, one: int, other: int) -> None:
-        """Swap the slots of two sequences."""
-        swap_slots(self, one, other)
-        if self._processors is not None:
-            swap_slots(self._processors, one, other)
-
     def start_request(self, slot: int, prompt: list[int], sampling: Sampling, max_seq_len: int) -> None:
         """Start a sequence of at most `max_seq_len` tokens with a prompt in a batch slot."""
         N = len(prompt) - 1
@@ -281,7 +275,9 @@ class Slots:
                 saved = a.clone()  # one layer at a time: a copy of all layers would take gigabytes
                 a.copy_(b)
                 b.copy_(saved)
-        self.runner.state.swap(one, other)
+        state = self.runner.state
+        for module in filter(None, (state, state._processors)):
+            swap_slots(module, one, other)
         for values in self.lists_by_slot:
             values[one], values[other] = values[other], values[one]
         for slot in (one, other):

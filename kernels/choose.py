@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from common.cli import KV_DTYPES
-from common.errors import InputError
 from engine.step import TORCH_BACKEND, Backend
 from kernels.build import NoKernels
 from kernels.cpu import CpuBackend
@@ -60,25 +58,8 @@ def on_backend(target, ranks):
     if not model.runs_on_backend and (runtime.on_cpu_kernels or (ranks is not None and on_cpu)):
         # Layers without kernels run in PyTorch, uncompiled.
         target = replace(target, runtime=replace(runtime, compile=False))
-    if runtime.kv == "int8" and not model.runs_on_backend:
-        raise InputError(f"--kv int8: not all layers of {target.checkpoint} run on our CPU kernels (fp16,"
-                         " fp8, odd sizes); leave it out")
     if runtime.kv != "auto":  # else the one that `prepare` chose
-        from kernels.float8 import Float8Caches  # of PyTorch's step
+        from kernels.kv_dtypes import caches_of
 
-        model.Caches = target.backend.caches.get(runtime.kv, Float8Caches)
+        model.Caches = caches_of(target)
     return target
-
-
-def check_kv(kv: str, on_cpu_kernels: bool) -> None:
-    """Raise InputError unless KV caches of this type, one of KV_DTYPES, run on these kernels."""
-    if kv not in KV_DTYPES:
-        raise InputError(f"--kv {kv}: unknown; choose from {', '.join(KV_DTYPES)}")
-    if kv == "int8" and not on_cpu_kernels:
-        raise InputError(
-            "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
-            " --no-kernels and --no-compile"
-        )
-    if kv == "fp8" and on_cpu_kernels:
-        raise InputError("--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8, or"
-                         " add --no-kernels")

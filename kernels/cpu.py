@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 class CpuBackend(Backend):
     """Models on C++ operators, such as `torch.ops.eagle_avx2`. isa: one that the processor has."""
 
-    caches = {"auto": cpu_cache.CpuCaches, "int8": cpu_cache.Int8Caches}
+    caches = {"auto": cpu_cache.CpuCaches}
     # A head reads all its weights at each level; w8a8 costs no acceptance (docs/quantizing.md).
     quantized_at_load = {torch.bfloat16: "w8a8"}
     loaded: dict[str, CpuBackend] = {}  # by instruction set
@@ -126,7 +126,8 @@ class CpuStep(Step):
         return self.ops.rank(logits, noise, k, ids)
 
     def advance(self, growth: CandidateTree) -> Tensor:
-        *beam, parent = self.ops.advance(*growth.newest, growth.shape.width)
+        newest = growth.scores[-1], growth.tokens[-1], growth.beam_mask, growth.size
+        *beam, parent = self.ops.advance(*newest, growth.shape.width)
         growth.set_beam(*beam)
         return parent
 

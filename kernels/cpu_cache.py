@@ -1,14 +1,13 @@
-"""KV caches of the CPU operators: attention in one operator, also over keys and values in int8."""
+"""KV caches of the CPU operators: attention in one operator."""
 from __future__ import annotations
 
 from functools import cached_property, partial
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from head import Eagle3Head
-from model import Block, KVCache, KVCaches, ModelArgs, PassInputs, Transformer, lazy_zeros
+from model import Block, KVCache, KVCaches, ModelArgs, PassInputs, Transformer
 
 
 def angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,29 +69,3 @@ class CpuCaches(KVCaches):
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         self.backend.ops.move(self.table, self.head_dim, source, destination)
-
-
-class Int8Cache(CpuCache):
-    """Keys and values in int8, with one scale per head and slot, see csrc/kv_int8.h.
-
-    k, v: [B, blocks of slots, nkv, bytes of a block]; in memory heads precede blocks.
-    """
-
-    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str):
-        nn.Module.__init__(self)
-        for name, shape in zip(("k", "v"), shapes):
-            buffer = lazy_zeros(shape, torch.uint8, device).transpose(1, 2)
-            self.register_buffer(name, buffer, persistent=False)
-
-
-class Int8Caches(CpuCaches):
-    """`CpuCaches` in int8."""
-
-    @classmethod
-    def allocate(cls, args, batch, slots, dtype, device, backend) -> Int8Caches:
-        block_slots, *sizes = backend.ops.int8_block_sizes(args.head_dim)
-        shapes = [(batch, args.num_kv_heads, -(-slots // block_slots), size) for size in sizes]
-        return cls(Int8Cache(shapes, device) for _ in range(args.num_layers))._bind(args.head_dim, backend)
-
-    def sequence(self, slot: int, length: int) -> list[Tensor]:
-        return super().sequence(slot, -(-length // self.backend.ops.int8_block_sizes(self.head_dim)[0]))

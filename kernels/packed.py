@@ -21,9 +21,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from extensions import load
 from head import Eagle3Head
 from kernels.cpu_cache import CpuCaches, angles
-from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding
+from kernels.quantized import EMBED, MXFP4, Quantized
 from model import (
     MLP,
     Block,
@@ -62,16 +63,14 @@ class Packed(nn.Module):
         super().__init__()
         self.backend, gated = backend, activation is not None
         quantized, kind = isinstance(weight, Quantized), getattr(weight, "kind", None)
-        if kind:
-            from kernels.packed_stored import in_integers, pack_records
-
-            weight = in_integers(weight)
+        weight = load("kernels.stored:in_integers")(weight) if kind else weight
         values = getattr(weight, "weight", weight)
         self.columns, self.mode = values.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME_DTYPE)
         mode = weight.mode if quantized else None
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
         self.scale = None
         if quantized:
+            pack_records = load("kernels.packed_more:pack_records") if kind else None
             self.scale = _constant(pack_records(backend, weight, gated, len(self.packed)) if kind
                                    else pack_scale(backend, weight.scale, gated))
         self.bias = None
@@ -232,11 +231,6 @@ def pack_models(backend, *models: nn.Module) -> bool:
             done[module] = PackedLinear(backend, module, dtype)
         return done[module]
 
-    def pack_table(table: QuantizedEmbedding, dtype: torch.dtype) -> nn.Module:
-        from kernels.packed_stored import PackedEmbedding
-
-        return PackedEmbedding(backend, table, dtype)
-
     def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the children that operators support. Each is freed before the next is packed.
 
@@ -249,14 +243,15 @@ def pack_models(backend, *models: nn.Module) -> bool:
             elif isinstance(child, MLP) and all(supports_module(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
             elif is_mixture(child) and supports_module(child, dtype, device):
-                from kernels.packed_experts import PackedExperts
-
-                setattr(parent, name, PackedExperts(backend, child, dtype))
+                setattr(parent, name, load("kernels.packed_more:PackedExperts")(backend, child, dtype))
             elif name != "lm_head" and is_table(child):
                 continue  # rows are read from the table
             elif supports_module(child, dtype, device):
-                stored = name == EMBED and isinstance(child, QuantizedEmbedding)
-                setattr(parent, name, pack_table(child, dtype) if stored else packed(child, dtype))
+                if name == EMBED and isinstance(child, Quantized):
+                    layer = load("kernels.packed_more:PackedEmbedding")(backend, child, dtype)
+                else:
+                    layer = packed(child, dtype)
+                setattr(parent, name, layer)
             elif not is_mixture(child):
                 pack_children(child, dtype, device)
 

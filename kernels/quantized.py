@@ -14,8 +14,6 @@ f8     of published files, see `kernels.stored`; inputs are not rounded
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import InvalidValue
+from extensions import load
 
 if TYPE_CHECKING:
     from kernels.stored import Kind
@@ -54,11 +53,21 @@ def split_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     return [*zip(*(x.flatten(0, -2).split(rows) for x in (weight, *others)))]
 
 
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """Invert `kernels.stored.pack_pairs`: [..., K/2] -> [..., K] uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """Convert e2m1 codes 0..15 to numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
+    size = (codes & 7).float()
+    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
+    return torch.where(codes > 7, -twice, twice) / 2
+
+
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize an int8, fp8 or MXFP4 weight: [..., N, K] in `dtype`. MXFP4 scales are uint8."""
     if scale.dtype == torch.uint8:
-        from kernels.stored import e2m1, unpack_pairs
-
         values = e2m1(unpack_pairs(weight)).unflatten(-1, (-1, MXFP4_GROUP))
         return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
     return (weight.float() * scale).to(dtype)
@@ -71,9 +80,6 @@ def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
     scale = parts.abs().amax(-1, keepdim=True) / 127
     q = (parts * torch.where(scale > 1e-30, scale.reciprocal(), 0)).round()
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
-
-
-FP8_DEVICES: set[torch.device] = set()  # GPUs with `torch._scaled_mm`, see `kernels.gpu.device.detect_fp8`
 
 
 class Quantized(nn.Module):
@@ -169,6 +175,7 @@ class QuantizedLinear(Quantized):
     def __init__(self, inputs: int, outputs: int, bias: bool, mode: str | Kind):
         super().__init__((outputs, inputs), mode)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.fp8_product = load("kernels.gpu.device:fp8_product") if mode == "fp8" else None
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, mode: str | Kind) -> QuantizedLinear:
@@ -192,48 +199,11 @@ class QuantizedLinear(Quantized):
         """Compute `forward`, or `logits` if float32, in PyTorch."""
         x = self.round_inputs(x)
         if self.mode == "fp8":
-            y = self._fp8_product(x, float32)
+            y = self.fp8_product(self, x, float32)
         else:
             y = F.linear(x, self.dequantize(x.dtype), self.bias)
         y = y.float() if float32 else y
         return y if residual is None else residual + y
-
-    def _fp8_product(self, x: Tensor, float32: bool) -> Tensor:
-        tokens = x.flatten(0, -2)
-        scale = rowwise_scales(tokens, "fp8")
-        q = quantize_rowwise(tokens, scale, "fp8")
-        on_tensor_cores = x.device in FP8_DEVICES and all(n % 16 == 0 for n in self.weight.shape)
-        multiply = partial(torch._scaled_mm, q, self.weight.t(), use_fast_accum=True)
-        if on_tensor_cores and x.dtype == torch.bfloat16 and not float32:
-            y = multiply(scale, self.scale.t(), out_dtype=torch.bfloat16)
-        elif on_tensor_cores:  # float32 results need one scale for all tokens
-            one = torch.ones((), device=x.device)
-            y = multiply(one, one, out_dtype=torch.float32) * scale * self.scale.t()
-        else:
-            y = q.float() @ self.weight.float().t() * scale * self.scale.t()
-        y = y if self.bias is None else y + self.bias
-        return y.to(torch.float32 if float32 else x.dtype).view(*x.shape[:-1], -1)
-
-
-class QuantizedEmbedding(QuantizedLinear):
-    """A quantized embedding table [V, H], also the lm_head if they are tied.
-
-    like: an unquantized module that gives the dtype of the embeddings.
-    """
-
-    dtype, device = property(attrgetter("like.weight.dtype")), property(attrgetter("weight.device"))
-
-    def __init__(self, like: nn.Module, *layer):
-        super().__init__(*layer)
-        object.__setattr__(self, "like", like)  # do not register it as a submodule
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [..., H] of tokens [...]."""
-        return self.dequantize(self.dtype, tokens)
-
-
-class QuantizedStack(Quantized):
-    """Stacked weights of E experts [E, N, K]. fp8 is weight-only here."""
 
 
 def linear_names(module: nn.Module) -> list[str]:

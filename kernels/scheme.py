@@ -2,17 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from typing import Literal
 
 import torch.nn as nn
+from torch import Tensor
 
 from common.schema import Flag, InvalidValue, schema_of
 from kernels.quantized import (
     EMBED,
     MXFP4,
-    QuantizedEmbedding,
+    Quantized,
     QuantizedLinear,
-    QuantizedStack,
     linear_names,
     owner,
     quantize_layers,
@@ -105,6 +106,27 @@ class Scheme:
         mode = AS_STORED if self.mode in INT4_MODES else self.mode
         lm_head = None if "lm_head" in kinds else self.lm_head
         return Scheme(mode, 0, lm_head, self.experts, kinds)
+
+
+class QuantizedEmbedding(QuantizedLinear):
+    """A quantized embedding table [V, H], also the lm_head if they are tied.
+
+    like: an unquantized module that gives the dtype of the embeddings.
+    """
+
+    dtype, device = property(attrgetter("like.weight.dtype")), property(attrgetter("weight.device"))
+
+    def __init__(self, like: nn.Module, *layer):
+        super().__init__(*layer)
+        object.__setattr__(self, "like", like)  # do not register it as a submodule
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., H] of tokens [...]."""
+        return self.dequantize(self.dtype, tokens)
+
+
+class QuantizedStack(Quantized):
+    """Stacked weights of E experts [E, N, K]. fp8 is weight-only here."""
 
 
 def replace_linears(module: nn.Module, scheme: Scheme) -> None:

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.quantized import INTEGERS, Quantized, quantize_rowwise, rowwise_scales, split_rows
+from kernels.quantized import (
+    INTEGERS,
+    Quantized,
+    quantize_rowwise,
+    rowwise_scales,
+    split_rows,
+    unpack_pairs,
+)
 
 STORED = (*INTEGERS, "f8")
 GROUPS = 16, 32, 64, 128
@@ -106,11 +113,6 @@ def pack_pairs(q: Tensor) -> Tensor:
     """Pack q [..., K] in 0..15 to [..., K/2] uint8, even inputs in the low four bits."""
     pairs = q.contiguous().view(torch.int16)  # little-endian: the odd input is the high byte
     return (pairs | pairs >> 4).to(torch.uint8)
-
-
-def unpack_pairs(packed: Tensor) -> Tensor:
-    """Invert `pack_pairs`: [..., K/2] -> [..., K] uint8."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def pack_sixes(q: Tensor) -> Tensor:
@@ -204,13 +206,6 @@ def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[
         return spread(expand_scales(kind, scale, codes), kind.group // to.group), None
     count = 1 + kind.minima, -1
     return spread(scale.unflatten(-1, count), 1), spread(codes.unflatten(-1, count), kind.group // to.group)
-
-
-def e2m1(codes: Tensor) -> Tensor:
-    """Convert e2m1 codes 0..15 to numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
-    size = (codes & 7).float()
-    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
-    return torch.where(codes > 7, -twice, twice) / 2
 
 
 def round_groups(weight: Tensor, group: int = ROUNDED.group) -> tuple[Tensor, Tensor]:

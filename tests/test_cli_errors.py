@@ -63,7 +63,7 @@ MISTAKES = (
     ("generate:", "--no-compile", "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file"),
     ("train:", "--seed 1", "no training data: give --prompts FILE, --synthesize N"),
     ("generate", "--json-schema [1]", "the JSON schema is '[1]'; expected an object"),
-    ("generate", "--max-seq-len 8 --prompt sixteen_letters_",  # the weights are missing
+    ("generate", "-m GOLDEN --max-seq-len 8 --prompt sixteen_letters_",
      "at most 8 tokens: shorten it or raise --max-seq-len (at most 1,024)"),
     ("generate", "-m GOLDEN --prompt-ids 1,320", "prompt 2 holds token id 320, the vocabulary is 0..319"),
     ("generate", "-m GOLDEN --logit-bias 320=1", "logit_bias holds token id 320, the vocabulary is 0..319"),

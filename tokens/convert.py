@@ -19,6 +19,14 @@ from tokens.tokenizer import JsonBackend, Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of the class name -> rule
+# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
+# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
+END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # with both, the first ends the reasoning
+END_TOKENS = (
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
+    "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
+    "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
+    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 _FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
 # Pattern of the published model name -> template.
@@ -80,3 +88,12 @@ def copy_files(source: Path, target: Path) -> bool:
         settings = read_json(config) if config.exists() else {}
         config.write_text(json.dumps(files.VOCAB_JSON_DEFAULTS | settings))
     return True
+
+
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of control tokens that end a text, the eos token's first."""
+    eos, control = tokenizer.special_tokens_map.get("eos_token"), tokenizer.control
+    names = [eos, *END_TOKENS]
+    if END_OF_ANSWER in control and eos != END_OF_MESSAGE:
+        names.remove(END_OF_MESSAGE)
+    return [*dict.fromkeys(control[name] for name in names if name in control)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,14 +21,6 @@ TOOL_TEMPLATES = ("additional_chat_templates/tool_use.jinja", "tool_use.jinja")
 # vocab.json is copied as a tokenizer.json.
 COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATE_FILES, *TOOL_TEMPLATES)
 TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
-# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
-# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
-END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # with both, the first ends the reasoning
-END_TOKENS = (
-    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
-    "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
-    "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
-    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 # Default settings of tokenizer classes, as in transformers 5.
 VOCAB_JSON_DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
@@ -103,14 +94,6 @@ def _text(token: object) -> object:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def stop_ids(eos: str | None, control: Mapping[str, int]) -> list[int]:
-    """Return the ids of control tokens that end a text. control: text -> id."""
-    names = [eos, *END_TOKENS]
-    if END_OF_ANSWER in control and eos != END_OF_MESSAGE:
-        names.remove(END_OF_MESSAGE)
-    return [*dict.fromkeys(control[name] for name in names if name in control)]
-
-
 def add_tokens(
     model: tokenizers.Tokenizer, settings: dict, path: Path
 ) -> tuple[int, dict[int, AddedToken]]:
@@ -159,16 +142,12 @@ def _set_flags(model: tokenizers.Tokenizer, settings: dict) -> list[tuple[int, A
     return sorted(new, key=lambda found: found[0])
 
 
-class Decoder(NamedTuple):
-    """How the tokens of a tokenizer.json spell bytes."""
+def decoder_of(model: tokenizers.Tokenizer, path: Path) -> tuple[bool, bool, bool]:
+    """Return how the tokens of a tokenizer.json spell bytes.
 
-    byte_level: bool
-    byte_fallback: bool  # <0xE2> stands for a byte
-    strips_space: bool  # encoding puts a space before the first word, which decoding removes
-
-
-def decoder_of(model: tokenizers.Tokenizer, path: Path) -> Decoder:
-    """Return the decoder of a tokenizer.json. Raises InputError on one of another kind."""
+    Whether it is byte-level; whether <0xE2> stands for a byte; whether encoding puts a space before the first
+    word, which decoding removes. Raises InputError on a decoder of another kind.
+    """
     decoder = json.loads(model.decoder.__getstate__()) if model.decoder else {"decoders": []}
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
     byte_level = set(steps) == {"ByteLevel"}
@@ -178,7 +157,7 @@ def decoder_of(model: tokenizers.Tokenizer, path: Path) -> Decoder:
         kind = "+".join(steps) or "none"
         raise InputError(f"{path}: decoder {kind} is neither byte-level nor sentencepiece's")
     prepend_scheme = steps.get("Metaspace", {}).get("prepend_scheme", "never")
-    return Decoder(byte_level, "ByteFallback" in steps, "Strip" in steps or prepend_scheme != "never")
+    return byte_level, "ByteFallback" in steps, "Strip" in steps or prepend_scheme != "never"
 
 
 class Template(NamedTuple):

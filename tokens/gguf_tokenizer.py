@@ -15,7 +15,8 @@ from tokenizers import AddedToken
 
 from common.errors import InputError, library_errors
 from tokens.calls import TAGS
-from tokens.files import END_TOKENS, Template
+from tokens.convert import END_TOKENS
+from tokens.files import Template
 from tokens.tokenizer import render_template
 from tokens.word_rules import GEMMA4, WORD_RULES, byte_level_bpe
 

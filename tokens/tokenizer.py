@@ -66,7 +66,7 @@ class JsonBackend:
     added: id -> `AddedToken`, tokens beside the vocabulary; those with `special` are control tokens
     special_tokens_map: "bos_token" -> "<s>", ..., for names that the settings lack
     bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
-    strips_space: see `tokens.files.Decoder`
+    strips_space: see `tokens.files.decoder_of`
     id_of: token -> its id, None if there is no such token
 
     control: text -> id of every control token
@@ -119,7 +119,7 @@ class Tokenizer:
     strips_space: whether encoding puts a space before the first word, which decoding removes.
     template, tool_template: the chat templates without and with tools, often one; has_template: whether
     `chat` works.
-    control: text -> id of every control token. stop_ids: ids of the control tokens that end generation.
+    control: text -> id of every control token.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
@@ -143,7 +143,6 @@ class Tokenizer:
         self.strips_space = bool(backend.strips_space)
         self.control, self.vocab_size = backend.control, backend.size
         self.piece = cache(self._bytes_of)
-        self.stop_ids = files.stop_ids(self.special_tokens_map.get("eos_token"), self.control)
         self._names = {i: text.encode() for text, i in self.control.items()}
         self._control_ends = {character for text in self.control for character in (text[0], text[-1])}
 

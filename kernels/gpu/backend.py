@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import extensions
-from engine.draft import materialize
+from engine.graphs import materialize
 from engine.step import Backend, Step
 from head import Head
 from kernels.gpu import dense, experts, products, ranking, sampling

@@ -5,11 +5,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from engine.draft import materialize
-from kernels.float8 import Float8Cache, Float8Caches
+from engine.graphs import materialize
 from kernels.gpu.attention import attend
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.mask import TreeMask
+from kernels.kv_dtypes import Float8Cache, Float8Caches
 from model import Block, KVCache, KVCaches, ModelArgs, PassInputs, rope_table
 
 

@@ -1,4 +1,4 @@
-"""Which devices run our Triton kernels, and properties of those devices.
+"""Which devices run our Triton kernels, properties of those devices, and products in fp8.
 
 Triton comes with a CUDA build of PyTorch. For tests, its interpreter (TRITON_INTERPRET=1 in the environment
 before anything is imported) runs the kernels on a CPU, slowly.
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from common.errors import first_line
-from kernels.quantized import FP8_DEVICES
+from kernels.quantized import QuantizedLinear, quantize_rowwise, rowwise_scales
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 # Importing Triton is slow, so it is imported only where a GPU or the interpreter can run it.
 HAS_TRITON = (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
+FP8_DEVICES: set[torch.device] = set()  # filled by `detect_fp8`: GPUs on which torch._scaled_mm works
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -61,3 +63,21 @@ def detect_fp8(device: torch.device, log: Callable[[str], None]) -> None:
         FP8_DEVICES.add(device)
     except RuntimeError as e:
         log(f"fp8 matmuls fall back to float32 without tensor cores ({first_line(e)})")
+
+
+def fp8_product(layer: QuantizedLinear, x: Tensor, float32: bool) -> Tensor:
+    """Return x [..., K] @ W^T + bias of a layer in fp8, with x rounded to fp8; float32: in float32."""
+    tokens = x.flatten(0, -2)
+    scale = rowwise_scales(tokens, "fp8")
+    q = quantize_rowwise(tokens, scale, "fp8")
+    on_tensor_cores = x.device in FP8_DEVICES and all(n % 16 == 0 for n in layer.weight.shape)
+    multiply = partial(torch._scaled_mm, q, layer.weight.t(), use_fast_accum=True)
+    if on_tensor_cores and x.dtype == torch.bfloat16 and not float32:
+        y = multiply(scale, layer.scale.t(), out_dtype=torch.bfloat16)
+    elif on_tensor_cores:  # float32 results need one scale for all tokens
+        one = torch.ones((), device=x.device)
+        y = multiply(one, one, out_dtype=torch.float32) * scale * layer.scale.t()
+    else:
+        y = q.float() @ layer.weight.float().t() * scale * layer.scale.t()
+    y = y if layer.bias is None else y + layer.bias
+    return y.to(torch.float32 if float32 else x.dtype).view(*x.shape[:-1], -1)

@@ -21,7 +21,7 @@ from families.experts import Experts
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import launch_options, wait_for_previous
 from kernels.gpu.products import add_floats, add_minima, kernel_operands, reorder, sum_quantized
-from kernels.quantized import QuantizedStack
+from kernels.scheme import QuantizedStack
 
 MAX_BLOCK_M, STORED_BLOCK_M = 128, 32  # the latter of kinds of `kernels.stored`: they take two tiles of sums
 SORT_CHUNK = 1024  # assignments that are sorted at a time

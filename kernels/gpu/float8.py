@@ -1,4 +1,4 @@
-"""Conversion between e4m3 caches (`kernels.float8`) and registers.
+"""Conversion between e4m3 caches (`kernels.kv_dtypes`) and registers.
 
 GPUs of compute capability 8.9 and later have instructions for it. Older ones, and Triton's interpreter,
 compute the same bit by bit.

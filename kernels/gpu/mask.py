@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 import tree
-from engine.draft import materialize
+from engine.graphs import materialize
 from model import apply_sliding_window
 
 

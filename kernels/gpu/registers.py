@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.stored import pack_pairs, unpack_pairs
+from kernels.quantized import unpack_pairs
+from kernels.stored import pack_pairs
 
 LAYOUT_BLOCK = tl.constexpr(64)  # rows and inputs of a weight that are stored together
 RUN = tl.constexpr(1024)  # 16-bit words that four warps load at once, 16 bytes per thread

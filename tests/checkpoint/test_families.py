@@ -47,7 +47,8 @@ from engine.target import Runtime, load_target
 from families.hybrid import RING
 from families.mixed import causal
 from kernels.choose import choose_backend
-from kernels.cpu_cache import CpuCaches, Int8Caches
+from kernels.cpu_cache import CpuCaches
+from kernels.kv_dtypes import Int8Caches
 from kernels.scheme import LM_HEAD_MODES
 from quantize import main as quantize
 from tree import TreeShape

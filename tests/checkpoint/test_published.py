@@ -16,7 +16,8 @@ from checkpoint.hybrid import rearranged
 from checkpoint.load import load_model
 from checkpoint.source import Entry, Grouped
 from common.errors import InputError
-from kernels.stored import ROUNDED, Kind, e2m1, numbers, pack_values, regroup, round_groups
+from kernels.quantized import e2m1
+from kernels.stored import ROUNDED, Kind, numbers, pack_values, regroup, round_groups
 
 LAYERS, GROUP = 2, 16
 SMALL = {**CONFIG, "num_hidden_layers": LAYERS}

@@ -22,8 +22,7 @@ from engine.request import Request
 from engine.sampling import Sampling
 from engine.target import Runtime, load_target
 from kernels.choose import choose_backend
-from kernels.cpu_cache import Int8Caches
-from kernels.float8 import Float8Caches, from_bytes, to_bytes
+from kernels.kv_dtypes import Float8Caches, Int8Caches, from_bytes, to_bytes
 from quantize import main as quantize
 from tree import TreeShape
 

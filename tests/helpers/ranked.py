@@ -22,7 +22,7 @@ from families.mixed import causal
 from head import Head
 from helpers.drafters import make_drafter
 from kernels.choose import choose_backend
-from kernels.float8 import Float8Caches
+from kernels.kv_dtypes import Float8Caches
 from kernels.tp import Ranks, process_group
 from model import Transformer
 from tree import TreeShape

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.kernels import DTYPES, attention_case, check_attention, close, draws, same
 
-from kernels.cpu_cache import Int8Caches
+from kernels.kv_dtypes import Int8Caches
 from model import ModelArgs
 
 pytestmark = pytest.mark.kernels

@@ -10,7 +10,7 @@ from helpers.decoding import load
 from common.errors import InputError
 from engine.step import TORCH_BACKEND
 from engine.target import Runtime
-from kernels import build, choose, cpu, isa, quantized
+from kernels import build, choose, cpu, isa
 from kernels.gpu import device as gpu_device
 from tree import TreeShape
 
@@ -77,7 +77,7 @@ GPU = torch.device("cuda:0")
 def gpu(monkeypatch):
     """gpu(capability, multiply): pretend to have this GPU; `multiply` replaces `torch._scaled_mm`."""
     def pretend(capability, multiply):
-        monkeypatch.setattr(quantized, "FP8_DEVICES", set())
+        monkeypatch.setattr(gpu_device, "FP8_DEVICES", set())
         monkeypatch.setattr(gpu_device, "HAS_TRITON", True)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch, "_scaled_mm", multiply)
@@ -103,7 +103,7 @@ def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
     lines = []
     gpu(capability, multiply)
     chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
-    assert chosen is TORCH_BACKEND and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
+    assert chosen is TORCH_BACKEND and lines == said and (GPU in gpu_device.FP8_DEVICES) == has_fp8
     assert gpu_device.runs_kernels(GPU) == (capability >= (8, 0))
 
 

@@ -17,6 +17,7 @@ import pytest
 from helpers import ROOT
 from helpers.tokenizers import CORPUS, json_library
 
+from tokens.convert import stop_ids
 from tokens.files import special_tokens_map
 from tokens.tokenizer import Tokenizer
 
@@ -86,7 +87,7 @@ def test_templates_equal_transformers(folder):
     library = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), chat_template=config["chat_template"],
         **special_tokens_map(config))
-    assert (tokenizer.bos_id, tokenizer.stop_ids[0]) == (library.bos_token_id, library.eos_token_id)
+    assert (tokenizer.bos_id, stop_ids(tokenizer)[0]) == (library.bos_token_id, library.eos_token_id)
     for chat in CHATS:
         for options in ({}, {"enable_thinking": False}):
             text = library.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)

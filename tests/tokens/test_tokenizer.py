@@ -11,7 +11,7 @@ from helpers.tokenizers import CHATML, CORPUS, json_library, sentencepiece_libra
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from drafters.draft_model import same_ids
-from tokens.convert import copy_files
+from tokens.convert import copy_files, stop_ids
 from tokens.tokenizer import Tokenizer, byte_alphabet
 
 
@@ -232,7 +232,7 @@ def test_tokens_that_the_settings_make_special_in_sentencepiece(sp, tmp_path, fi
     assert Tokenizer.load(sp).encode("<sep>", bos=False)[-1] == 3 and 3 not in Tokenizer.load(sp).control
     tok = Tokenizer.load(write(tmp_path, **files))
     assert new.items() < tok.control.items() and tok.vocab_size == 520 + len(new)
-    assert tok.control["<sep>"] == 3 and tok.stop_ids == stops
+    assert tok.control["<sep>"] == 3 and stop_ids(tok) == stops
     ids = tok.encode("a<sep>b", bos=False)
     assert 3 not in ids and tok.decode([*ids, 3]) == "a<sep>b"
     for text in ("the fox", " the fox"):
@@ -251,7 +251,7 @@ def test_ids_with_gaps(tmp_path):
     tok = Tokenizer.load(write(folder, tokenizer=content))
     assert tok.encode("hello<think> hell") == [310, 261, 32, 301]
     assert tok.decode([310, 261, 32, 301, 305]) == "hello<think> hell"
-    assert (tok.vocab_size, tok.stop_ids) == (311, [260])
+    assert (tok.vocab_size, stop_ids(tok)) == (311, [260])
 
 
 @pytest.mark.parametrize("more, model, config, id_, ids", [
@@ -273,7 +273,7 @@ def test_vocab_json_and_merges(tmp_path, more, model, config, id_, ids):
     (source / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
     assert copy_files(source, copy)
     for tok in map(Tokenizer.load, (source, copy)):
-        assert tok.control[TEXT_END] == id_ and id_ in tok.stop_ids and tok.decode([id_]) == ""
+        assert tok.control[TEXT_END] == id_ and id_ in stop_ids(tok) and tok.decode([id_]) == ""
         assert tok.encode("hello") == ids and tok.special_tokens_map["unk_token"] == TEXT_END
         assert (tok.encode("e\u0301 12") == tok.encode("\u00e9 12")) is (model != {"model_type": "gpt2"})
         assert tok.encode(f"o{TEXT_END}", parse_special=True)[-1] == id_

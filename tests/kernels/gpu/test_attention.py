@@ -7,11 +7,11 @@ from helpers.ahead_of_time import expensive
 from helpers.guards import LIMITS, check, close, owned
 
 from engine.step import Step
-from kernels.float8 import from_bytes, to_bytes
 from kernels.gpu import attention
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
 from kernels.gpu.device import gpu_of
 from kernels.gpu.launch import arrival_counters
+from kernels.kv_dtypes import from_bytes, to_bytes
 from model import Block, KVCaches, ModelArgs, PassInputs
 
 DTYPES = [torch.float32]

@@ -6,7 +6,7 @@ import triton.language as tl
 from helpers.guards import check
 
 from engine.step import Step
-from kernels import float8 as defined
+from kernels import kv_dtypes as defined
 from kernels.gpu import float8, ranking, sampling
 
 V = 200

@@ -1,19 +1,22 @@
-"""Weights of the kinds of `kernels.stored` on `kernels.cpu.CpuBackend`, see `kernels.packed`."""
+"""Mixtures of experts, and weights of the kinds of `kernels.stored`, on `kernels.cpu.CpuBackend`.
+
+`kernels.packed` has what all models need.
+"""
 from __future__ import annotations
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels.packed import empty_in_huge_pages, pack_scale
-from kernels.quantized import Quantized, QuantizedEmbedding
+from kernels.packed import Packed, PackedLinear, PackedMLP, empty_in_huge_pages, pack_scale
+from kernels.quantized import Quantized
 from kernels.stored import in_integers
 
 
 class PackedEmbedding(nn.Module):
     """A `QuantizedEmbedding` that reads rows as stored: of a mapped file, only these take memory."""
 
-    def __init__(self, backend, table: QuantizedEmbedding, dtype: torch.dtype):
+    def __init__(self, backend, table: Quantized, dtype: torch.dtype):
         super().__init__()
         self.backend, self.dtype, self.device = backend, dtype, table.device
         stored = in_integers(table)
@@ -26,6 +29,34 @@ class PackedEmbedding(nn.Module):
         """tokens [...] -> their embeddings [..., H]."""
         rows = self.backend.ops.embed(tokens.flatten()[None], *self.table)
         return rows.view(*tokens.shape, -1)
+
+
+class PackedExperts(PackedMLP):
+    """`Experts` with the routed experts' weights read once per pass.
+
+    routing: the mixture, if it routes in PyTorch.
+    """
+
+    def __init__(self, backend, experts: nn.Module, dtype: torch.dtype):
+        nn.Module.__init__(self)
+        self.backend = backend
+        self.router = PackedLinear(backend, experts.router, dtype)
+        activation = experts.activation
+        self.w_gate_up = Packed(backend, experts.w_gate_up, experts.gate_up_bias, dtype, activation)
+        experts.w_gate_up = None  # frees its memory before the next is packed
+        self.w_down = Packed(backend, experts.w_down, experts.down_bias, dtype)
+        self.routing = experts if experts.own_routing else None
+        experts.router, experts.w_down = self.router, None
+        # See csrc/operators.cpp: mixture_of.
+        self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalize) << 56
+
+    def forward(self, x: Tensor, residual: Tensor | None, router_input: Tensor | None = None) -> Tensor:
+        """As `Experts.forward`."""
+        residual = torch.zeros_like(x) if residual is None else residual
+        weights = [w for part in (self.router, self.w_gate_up, self.w_down) for w in part.operands]
+        router_input = x if router_input is None else router_input
+        routed = self.routing.route(router_input.flatten(0, -2)) if self.routing else (None, None)
+        return self.backend.ops.experts(x, residual, *weights, self.bits, self.w_gate_up.mode, *routed)
 
 
 def pack_records(backend, weight: Quantized, gated: bool, blocks: int) -> Tensor:
