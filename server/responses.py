@@ -87,7 +87,7 @@ class ResponsesBody(Strict, extra="allow"):
         for n, item in enumerate(self.input):
             item_type = item.get("type", "message")
             if item_type == "message":
-                role, content = item.get("role"), item.get("content", "")
+                role, content = item.get("role"), item.get("content")
                 if role == "assistant" and "content" not in assistant():
                     found[-1]["content"] = content
                 else:
@@ -97,7 +97,7 @@ class ResponsesBody(Strict, extra="allow"):
                 calls = assistant().setdefault("tool_calls", [])
                 calls.append({"id": str(item.get("call_id", "")), "type": "function", "function": call})
             elif item_type == "function_call_output":
-                content, call_id = item.get("output", ""), item.get("call_id")
+                content, call_id = item.get("output"), item.get("call_id")
                 found.append({"role": "tool", "tool_call_id": call_id, "content": content})
             elif item_type == "reasoning":
                 found.append({"role": "assistant", "reasoning": "".join(

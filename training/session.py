@@ -27,7 +27,7 @@ from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read
 from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import log_stderr
-from common.errors import InputError, counted, printable, read_text
+from common.errors import InputError, counted, read_text
 from common.names import program
 from common.writing import staging, write_text
 from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
@@ -106,7 +106,7 @@ class Session:
                 earlier = state["before"] + state["seconds"]
         if (path := self.work / SECONDS).exists():
             if not re.fullmatch(r"\d+(\.\d*)?\n?", text := read_text(path)):
-                raise InputError(f"{path}: is {printable(text)!r}, not a number of seconds; delete it")
+                raise InputError(f"{path}: is {text[:40]!r}, not a number of seconds; delete it")
             earlier = max(earlier, float(text))
         self.start_time = started - earlier
         left = 60 * o.minutes - earlier if o.minutes else math.inf

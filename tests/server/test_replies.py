@@ -152,7 +152,7 @@ def test_responses(tmp_path, template, text, kinds, texts):
     again = client.responses.create(**asked | {"input": history})
     wrong = [http.post("/v1/responses", json=asked | more).json() for more in (
         {"previous_response_id": "y"}, {"input": [{"type": "image"}]}, {"tools": [{"type": "web_search"}]},
-        {"tool_choice": {"type": "function", "name": "h"}}, {"input": []})]
+        {"tool_choice": {"type": "function", "name": "h"}}, {"input": []}, {"input": [{"role": "user"}]})]
     given = http.post("/v1/responses", json=asked | {"max_output_tokens": None, "temperature": None}).json()
     worker.stop()
     assert [one.type for one in whole.output] == [one.type for one in streamed.output] == kinds
@@ -166,7 +166,7 @@ def test_responses(tmp_path, template, text, kinds, texts):
         if one.type == "function_call":
             assert (one.name, one.arguments) == (other.name, other.arguments)
     reasons = "nothing is stored here", "input.0: 'image'", "tools.0: type 'web_s", "tool_choice: names no", \
-        "input is []; expected at least 1 item"
+        "input is []; expected at least 1 item", "messages.1.content is missing"
     assert given["status"] == "completed"
     for found, words in zip(wrong, reasons):
         assert words in found["error"]["message"]

@@ -85,6 +85,10 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
         for option, value in (("lr", "2e-3"), ("--steps", "2"), ("--draft-vocab", "65")):
             assert train.main([*argv, f"--{option.strip('-')}", value]) == 1
             assert f"or data ({option}); use another" in last_line(capsys)
+        state = torch.load(file := tmp_path / "run" / "head-work" / "state.pt", weights_only=True)
+        torch.save({key: value for key, value in state.items() if key != "before"}, file)
+        assert train.main(argv) == 1 and f"{file}: cannot be read; if it is damaged" in last_line(capsys)
+        torch.save(state, file)
     tuned = shutil.copytree(golden, tmp_path / "tuned")  # a fine-tune differs in its inner weights only
     state = load_file(tuned / "model.safetensors")
     state["layers.3.mlp.w_down.weight"] *= 1.1
