@@ -8,12 +8,13 @@ from itertools import pairwise
 import torch
 
 from common.errors import counted
+from common.machine import free_memory
 
 CONVERSATIONS, EPOCHS, ANSWER_TOKENS = 4000, 4, 256  # defaults
 TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
 ANSWER_FRACTION = 0.7  # mean length of an answer / --max-new-tokens
 PROMPT_FRACTION = 0.3  # prompt tokens per answer token
-STATE_BYTES = 6 * 2**30  # cache for target hidden states; what exceeds it is recomputed in each epoch
+CACHE_FRACTION = 0.5  # of the free memory, for target hidden states; the rest is recomputed in each epoch
 STATES = 4  # hidden states cached per token: three layers and the last
 # Answer tokens in the training data, acceptance length: EAGLE-3 heads of a 135M target (heads/README.md).
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
@@ -47,14 +48,19 @@ def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
     return config["num_layers"] * layer + hidden * config["vocab_size"], head
 
 
+def state_bytes() -> int:
+    """Return the memory for the target's hidden states during training, in bytes."""
+    return int((free_memory(torch.device("cpu")) or 0) * CACHE_FRACTION)
+
+
 def phases(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> dict[str, float]:
     """Return the hours of each phase. answer: maximum tokens of an answer. flops: FLOP/s."""
     tokens = conversations * answer * ANSWER_FRACTION
     read = tokens * (1 + PROMPT_FRACTION)
     target, head = weights(config, 8192)
-    again = epochs if read * STATES * 2 * config["hidden_size"] > STATE_BYTES else 1
+    cached = min(1.0, state_bytes() / (read * STATES * 2 * config["hidden_size"]))
     operations = {
-        "data": 2 * target * read, "features": 2 * target * read * again,
+        "data": 2 * target * read, "features": 2 * target * read * (1 + (epochs - 1) * (1 - cached)),
         "training": 6 * head * TTT_STEPS * read * epochs,
     }
     return {name: count / flops / 3600 for name, count in operations.items()}

@@ -30,7 +30,7 @@ from common.cli import log_stderr
 from common.errors import InputError, counted, read_text
 from common.names import program
 from common.writing import staging, write_text
-from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
+from drafters.estimate import describe, measured_flops, min_minutes, phases, state_bytes
 from engine.engine import Engine
 from engine.step import TORCH_BACKEND
 from head import Head
@@ -270,7 +270,7 @@ class Session:
         )
         features = Features(
             self.decoding if self.separate else learning, objective.aux_layers,
-            cache_bytes=STATE_BYTES, dtype=self.target.embed.dtype,
+            cache_bytes=state_bytes(), dtype=self.target.embed.dtype,
             read_dtype=learning.embed.dtype, identity=self.identity if self.processes.target_ranks else "",
         )
         trainer = Trainer(

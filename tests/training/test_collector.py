@@ -11,6 +11,7 @@ import train
 from checkpoint.load import load_model
 from common.errors import InputError
 from common.writing import digest
+from drafters import estimate
 from drafters.estimate import describe, expected_tau, min_minutes, phases
 from engine.engine import Engine
 from engine.sampling import Sampling
@@ -167,9 +168,13 @@ def test_no_prompt_is_both_held_out_and_trained_on():
     assert data.hold_out(rows[::-1])[0] == held_out[::-1]
 
 
-def test_estimate(golden):
-    """Hours grow with text and weights; τ is the measured one if there is one."""
+def test_estimate(golden, monkeypatch):
+    """Hours grow with text and weights, and without memory for features; τ is a measured one."""
     config = json.loads((golden / "config.json").read_text())
+    monkeypatch.setattr(estimate, "free_memory", lambda device: None)
+    features = phases(config, 1000, 256, 4, 1e9)["features"]
+    monkeypatch.setattr(estimate, "free_memory", lambda device: 1 << 40)
+    assert phases(config, 1000, 256, 4, 1e9)["features"] == pytest.approx(features / 4)
     one, two = (sum(phases(config, count, 256, 4, 1e9).values()) for count in (1000, 2000))
     assert two == pytest.approx(2 * one) and one > 0
     assert sum(phases(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
