@@ -51,6 +51,9 @@ NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_he
 HARMLESS = re.compile("|".join(Path(__file__).with_name("harmless_keys.txt").read_text().split()))
 
 
+ON = "is_causal", "rope_is_neox_style"  # keys that change the computation if they are false
+
+
 class RecordedConfig(dict):
     """A config that records which of its keys are read, also through `config | changes` and `rope_of`."""
 
@@ -73,7 +76,7 @@ class RecordedConfig(dict):
 def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ()) -> None:
     """Raise InputError if a key was not read, is not HARMLESS, and is not null, false, 0, 1 or empty.
 
-    Includes RoPE parameters. is_causal false is not empty: transformers 5 masks nothing then.
+    Includes RoPE parameters. A false key of `ON` is not empty.
     known: keys that may stay unread: the family renames them or has a default.
     """
     off, known = (None, False, 0, 1, "", [], {}), config.read | {*known}
@@ -83,7 +86,7 @@ def reject_unread(path: Path, config: RecordedConfig, known: Iterable[str] = ())
     unread = {
         key: value for part in parts for key, value in part.items()
         if key not in known and not HARMLESS.fullmatch(key)
-        and (value is True or value not in off) != (key == "is_causal")}
+        and (value is True or value not in off) != (key in ON)}
     if unread:
         listed = ", ".join(f"{key} {json.dumps(value)[:60]}" for key, value in unread.items())
         advice = f"; if not, delete it from {CONFIG}" * (path.suffix != ".gguf")

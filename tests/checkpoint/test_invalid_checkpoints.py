@@ -157,7 +157,8 @@ NORM, AUX = "midlayer.hidden_norm.weight", "eagle_aux_hidden_state_layer_ids"
 D2T, T2D = head_state()["d2t"], head_state()["t2d"]
 BAD_HEADS = {
     **{f"a head with {key}": (folder_with("head", **{key: value}), words) for key, value, words in (
-        ("odd_scale", 2.0, "odd_scale 2.0 is not supported"),
+        ("odd_scale", 2.0, "odd_scale 2.0 is not supported"), ("rope_is_neox_style", False, "style false is"),
+        ("architectures", ["Gemma4DSparkModel"], "DSpark heads with Gemma 4's layers are not supported"),
         ("eagle_config", {"use_mtp_layernorm": True}, "use_mtp_layernorm true is not supported"),
         ("rope_scaling", {"rope_type": "default", "odd": 3}, "odd 3 is not supported"))},
     "hidden size": (only(head_state(hidden=48), config={**HEAD_CONFIG, "hidden_size": 48}), "width 48"),
