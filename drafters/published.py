@@ -11,7 +11,7 @@ from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, measured_flo
 from engine.target import Runtime
 
 # heads: on the Hugging Face hub, by layers, hidden size and vocabulary of their target. Models share shapes.
-# siblings: part of a target's name -> small model of the same family, its number of weights; first match wins.
+# siblings: part of a target's name -> small model of its family and number of weights; first match wins.
 TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 # For `auto`: maximum bytes that a token reads of a draft model / of the target. A 0.5B with lookup made
 # a 1.5B faster in w8a8 (0.32) and in w4a8 with its lm_head in 4 bits too (0.29): docs/benchmarks.md.
