@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
@@ -27,25 +28,9 @@ SAMPLED = {
     "logit_bias",
 }
 
-# Fields of OpenAI, vLLM, SGLang and llama.cpp that change an answer and are unknown here: what does nothing.
-UNKNOWN = {
-    "functions": [], "function_call": "none", "include_stop_str_in_output": False, "no_stop_trim": False,
-    "chat_template": "", "documents": [], "use_beam_search": False, "best_of": 1, "length_penalty": 1,
-    "allowed_token_ids": [], "skip_special_tokens": True, "truncate_prompt_tokens": 0, "prompt_logprobs": 0,
-    "logits_processors": [], "custom_logit_processor": "", "stop_regex": [], "structural_tag": "",
-    "guided_whitespace_pattern": "", "guided_json_object": False, "thinking_token_budget": 0, "n_predict": -1,
-    "max_new_tokens": 0, "repeat_penalty": 1, "typical_p": 1, "tfs_z": 1, "top_a": 0, "top_n_sigma": -1,
-    "mirostat": 0, "dry_multiplier": 0, "xtc_probability": 0, "dynatemp_range": 0, "samplers": [],
-    "min_new_tokens": 0, "max_length": 0, "no_repeat_ngram_size": 0, "banned_strings": [],
-    "ban_eos_token": False, "regex_pattern": "", "grammar_string": "", "stop_strings": [], "n_indent": 0,
-    "grammar_lazy": False, "modalities": ["text"], "audio": {}, "web_search_options": {}, "lora_path": "",
-    "suffix": "", "images": [],
-}
-INSTEAD = {"min_new_tokens": "min_tokens", "max_length": "max_tokens", "banned_strings": "bad_words",
-           "ban_eos_token": "ignore_eos", "regex_pattern": "regex", "grammar_string": "grammar",
-           "stop_strings": "stop", "functions": "tools", "function_call": "tool_choice",
-           "n_predict": "max_tokens", "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
-           "guided_json_object": "response_format", "best_of": "n"}
+# Fields of other servers that change an answer and are unknown here -> the value that does nothing, and what to
+# use instead.
+UNKNOWN, INSTEAD = json.loads(Path(__file__).with_name("unsupported_fields.json").read_text()).values()
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Choices = Annotated[list[str], Field(max_length=1024)]
