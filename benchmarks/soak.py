@@ -51,7 +51,7 @@ MAX_MEMORY_GROWTH = 64e6  # bytes: allocators do not return their peak
 
 
 def requests(questions: list[str], count: int) -> list[dict]:
-    """Return different bodies of requests."""
+    """Return distinct request bodies."""
     chance, made = random.Random(0), []
     for i in range(count):
         messages = [{"role": "user", "content": chance.choice(questions)}]

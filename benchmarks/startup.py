@@ -27,7 +27,7 @@ PHASES = {
     "compile step": r"^compiling the step.* took ([\d.]+) s",
     "compile commit": r"^compiling the commit.* took ([\d.]+) s",
 }
-READY = r"^ready ([\d.]+) s"
+READY = r"^ready after ([\d.]+) s"
 
 
 def start(o, checkpoint: str, speculate: str, cache: str, *more: str) -> dict[str, float]:

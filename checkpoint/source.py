@@ -1,6 +1,6 @@
-"""A checkpoint of another program: found by its name, its tensors listed, and read one at a time.
+"""Checkpoints to convert: resolve the name, list the tensors, read them one at a time.
 
-Opening a source reads names, shapes and configs. A tensor is read when the converter asks for it and is not
+Opening a source reads names, shapes and configs. Tensors are read when the converter needs them and are not
 kept, so memory does not grow with the model.
 """
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEIGHT_FILES = (
 )
 PROJECTION_FILE = "warp_model.bin"  # of a PARD-2 draft model, see `checkpoint.pard2`
 SMALL_FILES = (CONFIG, "generation_config.json", PROJECTION_FILE, *TOKENIZER_FILES)
-# Files of other formats by suffix: their reader, and the function that says in words what a file holds.
+# Files of other formats by suffix: their reader, and the function that describes a file's contents.
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
 FILE_KINDS = "checkpoint.gguf:kind_of_file"
 DEQUANTIZE = "checkpoint.published:dequantized"  # for folders with a `quantization_config`
@@ -49,8 +49,8 @@ DAMAGED = "truncated? Download it again"
 class Grouped(NamedTuple):
     """A matrix as its file stores it, see `kernels.stored`.
 
-    kind: the `Kind` that holds it. read(to): its integers, scales and codes as another kind stores them.
-    order: of the inputs, if it is not theirs.
+    kind: its `Kind`. read(to): return its integers, scales and codes as another kind stores them. order: of
+    columns, if permuted.
     """
 
     kind: Any
@@ -62,8 +62,8 @@ class Grouped(NamedTuple):
 class Entry:
     """One tensor of a source, read by `read()`.
 
-    dtype: to write it in; `read` may return float32. None if it is stored in a type unknown here.
-    quantized: the name of the type that `read` dequantizes. grouped: None if no kind holds it exactly.
+    dtype: to convert to; `read` may return float32. None: stored in an unknown type. quantized: name of
+    the type that `read` dequantizes. grouped: None if no `Kind` represents it exactly.
     """
 
     shape: tuple[int, ...]
@@ -73,18 +73,18 @@ class Entry:
     grouped: Grouped | None = None
 
     def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
-        """Return the tensor that `change` makes of this one. shape: its shape, if it is another."""
+        """Return this entry with `change` applied when it is read. shape: the new shape, if different."""
         return Entry(shape or self.shape, self.dtype, lambda: change(self.read()), self.quantized)
 
     def rows(self, index: Tensor) -> Entry:
-        """Return the tensor of these rows, as its file stores them."""
+        """Select rows, also of the quantized form."""
         of_rows = self.changed(lambda x: x[index], (len(index), *self.shape[1:]))
         kept = self.grouped and self.grouped._replace(
             read=lambda to: tuple(x if x is None else x[index] for x in self.grouped.read(to)))
         return replace(of_rows, grouped=kept)
 
     def columns(self, index: Tensor) -> Entry:
-        """Return the matrix of these columns, a permutation: as its file stores it in an order of its own."""
+        """Permute columns; the quantized form keeps its order and records the permutation."""
         kept = self.grouped and self.grouped._replace(
             kind=self.grouped.kind._replace(ordered=True), order=index.argsort())
         return replace(self.changed(lambda x: x[:, index]), grouped=kept)
@@ -92,13 +92,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened checkpoint. config: with the keys of Hugging Face's config.json, whatever the file format."""
+    """An open checkpoint. config: with the keys of Hugging Face's config.json for every file format."""
 
     path: Path
-    architecture: str | None  # class in transformers or model type; of other formats as their module says
+    architecture: str | None  # class in transformers or model type; for other formats see their module
     config: dict
     tensors: dict[str, Entry]
-    stop_ids: list[int]  # of its config; the tokenizer may have more
+    stop_ids: list[int]  # from the config; the tokenizer may add more
     bos_id: int | None
     # Write the tokenizer files into a folder; False if there are none. added: the chat template to add.
     tokenizer: Callable[[Path, str | None], bool] | None
@@ -119,7 +119,7 @@ def resolve_source(checkpoint: str | Path) -> Path:
     if path.is_dir() and not (path / CONFIG).exists():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SOURCE_FILES)
         kinds = [f"{file.name} is {extensions.load(FILE_KINDS)(file)}" for file in files]
-        raise InputError(f"{path}: holds no {CONFIG}; name " + (
+        raise InputError(f"{path}: has no {CONFIG}; pass " + (
             f"one of its files: {', '.join(kinds)}" if kinds else "the folder of a checkpoint"))
     if path.is_dir() or (path.is_file() and path.suffix.lower() in SOURCE_FILES):
         return path
@@ -128,14 +128,14 @@ def resolve_source(checkpoint: str | Path) -> Path:
     if path.parent.is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(checkpoint)):
         raise InputError(f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a"
                          f" {' or '.join(SOURCE_FILES)} file or a hub id (org/name)")
-    with library_errors(f"{path}: no such folder, and the hub did not send it"):
+    with library_errors(f"{path}: no such folder, and the download from the hub failed"):
         return _download(str(checkpoint))
 
 
 def _download(repo: str) -> Path:
-    """Download the files that we need of a hub repository into the hub's cache -> the local folder.
+    """Download the necessary files of a hub repository into the hub's cache; return the local folder.
 
-    An interrupted download is resumed. Without a connection, an earlier download is taken.
+    Interrupted downloads resume. Without a connection, an earlier download is used.
     """
     import huggingface_hub as hub
 
@@ -167,12 +167,12 @@ def _shards(first: Path) -> tuple[list[str], dict[str, str]]:
         return sorted(file.name for file in first.parent.glob(pattern)), {}
     named = read_json(first).get("weight_map")
     if not isinstance(named, dict) or any(Path(str(file)).name != file for file in named.values()):
-        raise InputError(f"{first}: has no weight_map, which names the file of each tensor; load it again")
+        raise InputError(f"{first}: has no weight_map (the file of each tensor); download it again")
     return [*dict.fromkeys(named.values())], named
 
 
 def _of_shards(first: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
-    """Return each tensor from the file that the index names: another may have an old copy."""
+    """Return each tensor from the file the index names: other files may hold stale copies."""
     (files, named), found, others = _shards(first), {}, {}
     for file in files:
         for name, entry in _one_file(first.with_name(file), load).items():
@@ -182,8 +182,8 @@ def _of_shards(first: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
                                  " different copies")
             (found if named.get(name, file) == file else others)[name] = entry
     for name in others.keys() - found.keys():
-        raise InputError(f"{first}: says that {named[name]} holds {name}, but another file does;"
-                         " load all again")
+        raise InputError(f"{first}: lists {name} in {named[name]}, but another file has it;"
+                         " download all files again")
     return found
 
 
@@ -194,7 +194,7 @@ def open_source(path: Path) -> Source:
     return extensions.load(SOURCE_FILES[path.suffix.lower()])(path)
 
 
-# Types of what Hugging Face's config.json may say. Families check the values.
+# Types of the values in Hugging Face's config.json. Families check the values.
 HUB_CONFIG = Schema(TypedDict("HubConfig", {
     **dict.fromkeys(("thinker_config", "text_config", "rope_scaling", "rope_parameters"), dict | None),
     "layer_types": list[str] | None, "no_rope_layers": list[int] | None,
@@ -220,7 +220,7 @@ def _open_folder(path: Path) -> Source:
         tensors |= _one_file(path / PROJECTION_FILE, load)
     if encoder := encoder_of(path):
         check_file(path / encoder)
-    if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
+    if text := config.get("thinker_config", config).get("text_config"):  # of a multimodal model
         config = text | {k: v for k, v in config.items() if v is not None} | {"text_config": text}
         HUB_CONFIG.require(config, path / CONFIG)
     if any(map(config.get, QUANTIZATION)):
@@ -245,8 +245,7 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     check_file(path)
 
     def read(name: str) -> Tensor:
-        # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
-        # process's memory until the last tensor.
+        # Reopened for each tensor: pages of a file that stays mapped count as this process's memory.
         with open_safetensors(path, DAMAGED) as file:
             return file.get_tensor(name)
 
@@ -258,9 +257,9 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    with library_errors(f"{path}: damaged, or more than a pickle of tensors"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
-        # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
+    with library_errors(f"{path}: damaged, or holds objects other than tensors"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # errors are reported once, here
+        # Files from before torch 1.6 are not zip archives, cannot be mapped, and are read into memory.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise InputError(f"{path}: is not a state dict of tensors")

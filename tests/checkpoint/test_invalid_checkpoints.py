@@ -105,7 +105,7 @@ BAD_TARGETS = {
     "shards that disagree, no index": (folder_with(
         form="safetensors-sharded", then=lambda f: (unname(f), (f / INDEX).unlink())), K0),
     "an index that names another file": (folder_with(form="safetensors-sharded", then=lambda f: (
-        f / INDEX).write_text((f / INDEX).read_text().replace("1-of", "2-of", 1))), "but another file does"),
+        f / INDEX).write_text((f / INDEX).read_text().replace("1-of", "2-of", 1))), "another file has it"),
     "an index of files elsewhere": (folder_with(form="safetensors-sharded", then=lambda f: (
         f / INDEX).write_text((f / INDEX).read_text().replace("model-", "../model-"))), "has no weight_map"),
     "missing tensor": (folder_with(drop=[K0]), f"{K0} [32, 32] is missing"),
@@ -113,7 +113,7 @@ BAD_TARGETS = {
         folder_with(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
     "tied and not tied": (folder_with(tie_word_embeddings=True), "tie_word_embeddings"),
     "integer weights": (folder_with(add={K0: torch.zeros(32, 32, dtype=torch.int64)}), K0),
-    "a pickle that would run a command": (only({K0: Evil()}, "bin"), "more than a pickle of tensors"),
+    "a pickle that would run a command": (only({K0: Evil()}, "bin"), "objects other than tensors"),
     "a head without --target": (folder_with("head"), "is a draft head; add --target"),
     "dynamic RoPE": (folder_with(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
     "attention in both directions": (
