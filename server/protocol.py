@@ -28,8 +28,8 @@ SAMPLED = {
     "logit_bias",
 }
 
-# Fields of other servers that change an answer and are unknown here -> the value that does nothing, and what to
-# use instead.
+# Fields of other servers that change an answer and are unknown here -> the value that does nothing; and what
+# to use instead.
 UNKNOWN, INSTEAD = json.loads(Path(__file__).with_name("unsupported_fields.json").read_text()).values()
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
