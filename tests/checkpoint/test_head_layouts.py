@@ -145,6 +145,11 @@ EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
     "norm_output": ({**SPECULATORS, "first": "layers.0.", "norm_output": True}, (), {"normed": True}),
     "three layers with qk_norm (Qwen3)": (
         {**SPECULATORS, "first": "layers.0.", "layers": 3, "qk_norm": True}, (), {"layers": 3}),
+    "keys of SGLang's and ModelOpt's": (
+        {"target_model_type": "qwen3_vl_moe", "reuse_target_lm_head": True, "num_local_experts": 16,
+         "max_window_layers": 48, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+         "eagle_config": {AUX: [1, 3, 4], "use_aux_hidden_state": True, "use_last_layernorm": True,
+                          "use_mtp_layernorm": False, "parallel_draft_step": 4}}, (), {}),
     "two layers (SGLang)": (
         {"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}),
 }
