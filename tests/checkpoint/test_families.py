@@ -14,12 +14,10 @@ from helpers.decoding import alone, check_texts, decode, ids, requests
 from helpers.families import (
     GLM_MTP,
     HYBRIDS,
-    LLAMA3,
     TARGETS,
     VARIANTS,
     WIDE,
     WINDOW,
-    WINDOWS,
     H,
     V,
     converted,
@@ -133,6 +131,8 @@ def test_longrope_beyond_its_original_length(tmp_path):
             assert top_tokens(reference, prompt, text) == text, (room, drafter)
 
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+LLAMA3 = TARGETS["Llama-3.1"][1]["rope_parameters"]
 LINEAR, YARN = ({"rope_scaling": {"rope_type": kind, "factor": 4.0}} for kind in ("linear", "yarn"))
 MEANT = [  # configs as published, which leave much unsaid: the windows of 8 layers, the longest text
     ("Qwen2", {"sliding_window": 64}, None, 2048),  # its switch is off

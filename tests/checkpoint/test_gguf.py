@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.blocks import published
-from helpers.families import GEMMA3, HYBRIDS, LAYERS, H, V, make_target
+from helpers.families import HYBRIDS, LAYERS, TARGETS, H, V, make_target
 from helpers.heads import write_head
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf
 from safetensors.torch import load_file
@@ -121,7 +121,7 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
 
     def extra(w) -> None:
         if arch == "gemma3":
-            w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
+            w.add_sliding_window_pattern(TARGETS["Gemma 3"][1]["sliding_window_pattern"])
         if arch == "gemma4":
             w.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
             w.add_key_length_swa(12), w.add_value_length_swa(12), w.add_rope_freq_base_swa(1e4)

@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 from helpers.decoding import alone, check_texts, decode, requests
-from helpers.families import GEMMA4, SIZES, V, make_target
+from helpers.families import BASES, SIZES, V, make_target
 
 from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
@@ -26,7 +26,7 @@ def make_assistant(folder, name: str, ordered: bool, **target):
     """
     transformers = pytest.importorskip("transformers")
     width = (SIZES | target)["hidden_size"]
-    shape = SIZES | GEMMA4 | TARGETS[name] | target | {
+    shape = SIZES | BASES["Gemma 4"][1] | TARGETS[name] | target | {
         "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}

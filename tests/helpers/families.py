@@ -9,163 +9,27 @@ from safetensors.torch import load_file, save_file
 from checkpoint.convert import convert
 from helpers import edit
 
-V, H, LAYERS = 128, 48, 8
-SIZES = {
-    "vocab_size": V, "hidden_size": H, "intermediate_size": 80, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.25}
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1, 1.2, 1.5, 1.5, 2.0, 2.0],
-    "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0], "original_max_position_embeddings": 256,
-}
+DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+def like(table: dict[str, dict], changes: dict) -> dict:
+    """The changes, and those of the entry of the table that they are "like"."""
+    changes = dict(changes)
+    return like(table, table[changes.pop("like")]) | changes if "like" in changes else changes
+
+
+# name: (transformers' class, what differs from SIZES)
+GROUPS = "bases", "variants", "targets", "hybrids"
+_CHANGES = {name: changes for group in GROUPS for name, (_, changes) in DATA[group].items()}
+BASES, VARIANTS, TARGETS, HYBRIDS = (
+    {name: (kind, like(_CHANGES, changes)) for name, (kind, changes) in DATA[group].items()}
+    for group in GROUPS)
+TARGETS = VARIANTS | TARGETS  # HYBRIDS have Gated DeltaNet
+SIZES, EARS = DATA["sizes"], DATA["ears"]
+EYES = {kind: like(DATA["eyes"], config) for kind, config in DATA["eyes"].items()}  # of the classes that see
+WIDE = DATA["wide"]  # sizes that groups of 32 divide
+V, H, LAYERS = (SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
 WINDOW = 24  # of families that have one
-WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
-GEMMA3 = {
-    "head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 36, "sliding_window_pattern": 3,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
-GRANITE = {
-    "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
-    "logits_scaling": 4.0,
-}
-GEMMA4 = {
-    "head_dim": 12, "global_head_dim": 20, "sliding_window": WINDOW, "final_logit_softcapping": 3.0,
-    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": V, "rope_parameters": None,
-    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2
-        + ["sliding_attention", "full_attention"],
-}
-PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
-OLMO3 = {"sliding_window": WINDOW, "rope_parameters": {
-    "full_attention": YARN | {"attention_factor": 1.25},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
-LFM2 = {"layer_types": (["conv"] * 2 + ["full_attention"]) * 2 + ["conv", "full_attention"],
-        "block_multiple_of": 16, "norm_eps": 1e-5}
-MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 2, 2]}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GPT_OSS = {
-    "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "truncate": False, "original_max_position_embeddings": 64,
-    },
-    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW,
-    "hidden_size": 64, "intermediate_size": 128,
-}
-
-TINY = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2)
-EYES = {  # of the classes that see
-    "Gemma3": TINY, "Gemma4": TINY | {"head_dim": 4, "num_key_value_heads": 2},
-    "Mistral3": TINY | {"head_dim": 4, "model_type": "pixtral"},
-    "Qwen3VL": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
-                "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
-}
-EYES |= dict.fromkeys(("Qwen3OmniMoeThinker", "Qwen3_5"), EYES["Qwen3VL"]) | {
-    "Lfm2Vl": TINY, "Qwen2_5_VL": EYES["Qwen3VL"] | {"deepstack_visual_indexes": None}}
-EARS = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8,
-        "num_mel_bins": 8, "downsample_hidden_size": 8, "output_dim": H}
-
-# name: (transformers' classes, what differs)
-VARIANTS = {
-    "Phi-4-mini": (
-        "Phi3", {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75}, "sliding_window": None,
-                 "head_dim": 16, "hidden_size": 64, "original_max_position_embeddings": 256,
-                 "tie_word_embeddings": True}),
-    "Mistral Small 3": ("Mistral3", {"head_dim": 16, "model_type": "mistral", "sliding_window": None}),
-    "Ministral 3": ("Ministral3", {"rope_parameters": YARN | {
-        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-        "original_max_position_embeddings": 256}, "head_dim": 16}),
-    "Qwen3-VL": ("Qwen3VL", {"head_dim": 12, "rope_parameters": MROPE}),
-    "SmolLM3": ("SmolLM3", {}),
-    "OLMo 2": ("Olmo2", {}), "OLMo 3": ("Olmo3", OLMO3),
-    "Granite 3": ("Granite", GRANITE),
-    "Granite 4": ("GraniteMoeHybrid", GRANITE | {
-        "num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * LAYERS,
-        "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
-    "Granite 4 H": ("GraniteMoeHybrid", GRANITE | {
-        "num_local_experts": 0, "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_n_groups": 2,
-        "mamba_d_state": 12, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}),
-    "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
-    "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL, "attention_bias": False}),
-    "LFM2": ("Lfm2", LFM2),
-    "LFM2 with biases": ("Lfm2", {
-        "layer_types": ["conv", "full_attention"] * 4, "block_multiple_of": 16, "conv_bias": True,
-        "conv_L_cache": 4}),
-    "LFM2-MoE": ("Lfm2Moe", {
-        "layer_types": ["conv", "full_attention"] * 4, "norm_eps": 1e-5, "num_experts": 6,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 2,
-        "routed_scaling_factor": 1.5}),
-    "GLM-4.7-Flash": ("Glm4MoeLite", {
-        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 6, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}),
-    "Gemma 4 E2B": ("Gemma4Text", GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 4,
-                                            "use_double_wide_mlp": True}),
-    "Gemma 4 31B": ("Gemma4", GEMMA4 | {
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 0}),
-    "Gemma 4 26B-A4B": ("Gemma4", GEMMA4 | {
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 0, "num_experts": 6,
-        "enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 32}),
-    "Gemma 2": ("Gemma2", {"head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 36,
-                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-}
-TARGETS = VARIANTS | {
-    "Llama-2": ("Llama", {"num_key_value_heads": 4}),
-    "Llama-3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "Llama-3.1": ("Llama", {"rope_parameters": LLAMA3}),
-    "Llama-3.2": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 16}),
-    "linear RoPE": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "yarn RoPE with its options": ("Llama", {"rope_parameters": YARN | YARN_OPTIONS}),
-    "Mistral": ("Mistral", {"sliding_window": None}),
-    "Qwen2": ("Qwen2", {}),
-    "Qwen3": ("Qwen3", {"head_dim": 20}),
-    "Qwen3 tied, yarn": ("Qwen3", {"rope_parameters": YARN, "head_dim": 20, "tie_word_embeddings": True}),
-    "Mistral with its window": ("Mistral", {"sliding_window": WINDOW}),
-    "Qwen2 with windows": ("Qwen2", {"max_window_layers": 3, **WINDOWS}),
-    "Phi-3": ("Phi3", {"sliding_window": WINDOW}),
-    "Phi-3 with longrope": (
-        "Phi3", {"rope_parameters": LONGROPE, "sliding_window": WINDOW,
-                 "original_max_position_embeddings": 256}),
-    "Gemma 3": ("Gemma3Text", GEMMA3),
-    "Gemma 3 with eyes": ("Gemma3", GEMMA3),
-    "LFM2-VL": ("Lfm2Vl", LFM2 | {"model_type": "lfm2"}),
-    "Qwen2.5-VL": ("Qwen2_5_VL", {"rope_parameters": MROPE}),
-    "Qwen3-Omni": ("Qwen3OmniMoeThinker", {"head_dim": 12, "rope_parameters": MROPE, **EXPERTS}),
-    "Mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "Qwen3-MoE": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": True, **EXPERTS}),
-    "Qwen3-MoE, not renormalized": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": False, **EXPERTS}),
-    "gpt-oss": ("GptOss", GPT_OSS), "gpt-oss in MXFP4": ("GptOss", GPT_OSS),
-}
-DELTA_ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4}
-DELTA = {
-    "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6, "rope_parameters": DELTA_ROPE,
-}
-MIXTURE = DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
-HYBRIDS = {  # with Gated DeltaNet
-    "Qwen3.5": ("Qwen3_5Text", DELTA), "Qwen3.5 with eyes": ("Qwen3_5", DELTA),
-    "Qwen3.5, yarn": ("Qwen3_5Text", DELTA | {"rope_parameters": DELTA_ROPE | {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
-    "Qwen3.5-MoE": ("Qwen3_5MoeText", MIXTURE), "Qwen3-Next": ("Qwen3Next", MIXTURE),
-}
-# Sizes that groups of 32 divide.
-_WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-_WIDE_DELTA = _WIDE | {"linear_value_head_dim": 16, "linear_num_value_heads": 8}
-WIDE = {
-    "Qwen3.5": _WIDE_DELTA,
-    "Qwen3-Next": _WIDE_DELTA | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
-    "LFM2-MoE": _WIDE | {"moe_intermediate_size": 128},
-    "Gemma 4 E2B": _WIDE | {"global_head_dim": 64, "hidden_size_per_layer_input": 32},
-    "Gemma 4 26B-A4B": _WIDE | {"global_head_dim": 64, "moe_intermediate_size": 128},
-}
 
 
 def to_mxfp4(folder: Path, reference) -> None:
