@@ -6,12 +6,13 @@ from dataclasses import replace
 import torch
 
 from checkpoint.dense import name_table
-from checkpoint.families import GEMMA4
+from checkpoint.families import FAMILIES
 from checkpoint.layouts import HeadOptions, ReadHead
 from checkpoint.load import check_config
 from checkpoint.source import Entry, Source
 from model import ModelArgs
 
+GEMMA4 = FAMILIES["gemma4"]
 NAMES = name_table("gemma4_assistant") | {
     name: [source.removeprefix("model.") for source in sources] for name, sources in GEMMA4.names.items()
     if name.startswith("layers.")}

@@ -101,7 +101,7 @@ def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
 
 def hugging_face(layer: NameTable) -> NameTable:
     """Return the table of a Hugging Face model whose layers have these tensors."""
-    layer = layer | {"attn_norm.weight": ["input_layernorm.weight"]}
+    layer = {"attn_norm.weight": ["input_layernorm.weight"]} | layer
     return {
         "embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"],
         "lm_head.weight": ["lm_head.weight"], **with_prefix(layer, "layers.{i}.", "model.layers.{i}."),

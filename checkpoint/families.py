@@ -1,14 +1,15 @@
 """Table of all model families: tensor names, config defaults.
 
-`ROWS` has one entry per family. Source: transformers' modeling files. `checkpoint.gguf` maps GGUF files to
-the same names.
+families.json has one entry per family. Source: transformers' modeling files. `checkpoint.gguf` maps GGUF
+files to the same names.
 """
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,9 +38,7 @@ from kernels.scheme import Scheme
 
 SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}
-PHI3, OLMO, GEMMA, GLM, GLM4, GRANITE4, MIXTRAL, MIXTURE, GPT_OSS, SHARED_EXPERT, HYBRID = map(name_table, (
-    "phi3", "olmo", "gemma", "glm", "glm4", "granite4", "mixtral", "mixture", "gpt_oss", "shared_expert",
-    "delta_net"))
+MTP = "mtp."  # prefix of tensors
 
 
 @dataclass(frozen=True)
@@ -214,109 +213,35 @@ def _split_experts(tensors: dict[str, Entry], interleaved: bool) -> dict[str, En
     return found
 
 
-# Qwen has a switch for sliding windows, off by default, and a first layer that has one; LLaMA has none.
-NO_WINDOW = DEFAULTS["no_window"]
-GEMMA_FIXED = dict.fromkeys(("zero_centred", "output_norms", "scaled_embedding"), True)
-# Published configs omit whatever is a default of transformers' class.
-GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, GEMMA4_DEFAULTS, GLM_DEFAULTS, MIXTRAL_DEFAULTS, GPT_OSS_DEFAULTS = map(
-    DEFAULTS.get, ("gemma2", "gemma3", "gemma4", "glm", "mixtral", "gpt_oss"))
-MTP = "mtp."  # prefix of tensors
-MTP_NAMES = name_table("mtp")
-GPT_OSS_FIXED = {"activation": "clamped_swiglu", "renormalise_experts": True} | dict.fromkeys(
-    ("qkv_bias", "biases", "sinks"), True
-)
-HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
-HYBRID_DEFAULTS = DEFAULTS["hybrid"]
-
-
-def _family(names: NameTable, fixed: dict | None = None, defaults: dict | None = None, **more) -> Family:
-    table = hugging_face(ATTENTION | names)
-    return Family(more.pop("architecture", ""), table, fixed or {}, defaults or {}, **more)
-
-
-GEMMA4 = _family(
-    name_table("gemma", "gemma4"), GEMMA_FIXED | {"qk_norm": True, "zero_centred": False}, GEMMA4_DEFAULTS,
-    read=gemma4.gemma4_fields, change=gemma4.without_unused)
-GEMMA4 = replace(GEMMA4, names=GEMMA4.names | name_table("gemma4_model"))
-DELTA_MIXTURE = _family(
-    SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True,
-    read=hybrid_fields)
-LFM2 = Family(
-    "", short_conv.NAMES, {}, DEFAULTS["lfm2"],
-    renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
-                "tie_embedding": "tie_word_embeddings"},
-    required={"block_use_swiglu": True, "use_pos_enc": True}, read=short_conv.conv_fields)
-ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
-    "LlamaForCausalLM llama gguf:llama": _family(LAYER, defaults=NO_WINDOW),
-    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl gguf:qwen2vl": _family(
-        LAYER, {"qkv_bias": True}, NO_WINDOW),
-    "Qwen3ForCausalLM qwen3 gguf:qwen3": _family(LAYER, {"qk_norm": True}, {"head_dim": 128} | NO_WINDOW),
-    "MistralForCausalLM mistral MinistralForCausalLM ministral Mistral3ForConditionalGeneration"
-    " mistral3": _family(
-        LAYER, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "Ministral3ForCausalLM ministral3 gguf:mistral3": _family(LAYER, defaults={"head_dim": 128}),
-    "Qwen3VLForConditionalGeneration qwen3_vl qwen3_vl_text gguf:qwen3vl": _family(
-        LAYER, {"qk_norm": True}, {"head_dim": 128}),
-    "SmolLM3ForCausalLM smollm3 gguf:smollm3": _family(LAYER, defaults={
-        "num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32768,
-        "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False}),
-    "Olmo2ForCausalLM olmo2 Olmo3ForCausalLM olmo3 gguf:olmo2": _family(
-        OLMO, dict.fromkeys(("output_norms", "only_output_norms", "wide_qk_norm"), True),
-        {"rms_norm_eps": 1e-5}, local_unscaled=True),
-    "GraniteForCausalLM granite gguf:granite": _family(LAYER),
-    "GraniteMoeHybridForCausalLM granitemoehybrid": _family(
-        GRANITE4 | mamba.LAYER, required={"num_local_experts": 0, "normalization_function": "rmsnorm"},
-        renamed={"shared_intermediate_size": "intermediate_size"},
-        read=mamba.mamba_fields, change=mamba.in_our_order),
-    "GlmForCausalLM glm": _family(GLM, {}, GLM_DEFAULTS, neighbors=True),
-    "Glm4ForCausalLM glm4 gguf:glm4": _family(
-        GLM4, {"output_norms": True}, GLM_DEFAULTS, neighbors=True),
-    "MixtralForCausalLM mixtral": _family(
-        MIXTRAL, {"renormalise_experts": True}, MIXTRAL_DEFAULTS, experts=True),
-    "gguf:llama+experts": _family(
-        MIXTURE, {"renormalise_experts": True}, MIXTRAL_DEFAULTS | NO_WINDOW, experts=True,
-        architecture="MixtralForCausalLM"),
-    "Qwen3MoeForCausalLM qwen3_moe gguf:qwen3moe+experts": _family(
-        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True,
-        required={"use_qk_norm": True, "shared_expert_intermediate_size": 0}),
-    "Qwen3VLMoeForConditionalGeneration qwen3_vl_moe Qwen3OmniMoeForConditionalGeneration"
-    " gguf:qwen3vlmoe+experts": _family(
-        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": True, "head_dim": 128, **NO_WINDOW}, experts=True,
-        required={"use_qk_norm": True, "shared_expert_intermediate_size": 0}),
-    "Phi3ForCausalLM phi3 gguf:phi3": _family(
-        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1}),
-    "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
-        GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
-    "Gemma4ForConditionalGeneration gemma4 Gemma4ForCausalLM gemma4_text"
-    " Gemma4UnifiedForConditionalGeneration gemma4_unified Gemma4UnifiedForCausalLM gemma4_unified_text"
-    " gguf:gemma4 gguf:gemma4+experts": GEMMA4,
-    "Gemma2ForCausalLM gemma2 gguf:gemma2": _family(GEMMA, GEMMA_FIXED, GEMMA2_DEFAULTS),
-    "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": _family(
-        LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True,
-        read=hybrid_fields),
-    "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts": DELTA_MIXTURE,
-    "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe_text qwen3_5_moe"
-    " gguf:qwen35moe+experts": DELTA_MIXTURE,
-    "Lfm2ForCausalLM lfm2 Lfm2VlForConditionalGeneration lfm2_vl gguf:lfm2": LFM2,
-    "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
-        LFM2, experts=True, required=LFM2.required | {"use_expert_bias": True, "expert_gating_func": 2},
-        defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),
-    "Glm4MoeLiteForCausalLM glm4_moe_lite gguf:deepseek2+experts": _family(
-        SHARED_EXPERT | latent.LAYER | {"mlp.w_gate_up.weight": LAYER["mlp.w_gate_up.weight"],
-                                        "mlp.w_down.weight": LAYER["mlp.w_down.weight"]},
-        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1, "norm_topk_prob": True},
-        renamed={"n_routed_experts": "num_experts"}, required={
-            "n_group": 1, "rope_interleave": True, "topk_method": "noaux_tc", "partial_rotary_factor": 1,
-            "expert_gating_func": 2},
-        experts=True, mtp=True, stacks=latent.LATENT_STACKS, read=latent.latent_fields,
-        change=latent.in_our_order),
-    "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
-        GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
-        required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),
+CODE = {  # fields of families whose configs or tensors need more than tables
+    "gemma4": {"read": gemma4.gemma4_fields, "change": gemma4.without_unused},
+    "hybrid": {"stacks": DELTA_STACKS, "hybrid": True, "read": hybrid_fields},
+    "latent": {"stacks": latent.LATENT_STACKS, "read": latent.latent_fields, "change": latent.in_our_order},
+    "mamba": {"read": mamba.mamba_fields, "change": mamba.in_our_order},
+    "short_conv": {"read": short_conv.conv_fields},
 }
+
+
+def _family(
+    name: str, names: str, model: str = "", code: str = "", defaults: dict | None = None, **more
+) -> Family:
+    """Make the family of an entry of families.json.
+
+    name: a class, if the entry names none. names, model: tables of names.json, of layers and of the model.
+    defaults: may be "like" those of names.json. code: of `CODE`.
+    """
+    table = hugging_face(ATTENTION | name_table(*names.split())) | name_table(*model.split())
+    values = dict(defaults or {})
+    for other in values.pop("like", "").split():
+        values = DEFAULTS[other] | values
+    return Family(**{"architecture": name, "names": table, "defaults": values} | CODE.get(code, {}) | more)
+
+
+# By class in transformers, other classes and model types of configs and of GGUF files.
 FAMILIES = {
-    name: replace(family, architecture=family.architecture or (name if "For" in name else names.split()[0]))
-    for names, family in ROWS.items() for name in names.split()
+    name: _family(name if "For" in name else names.split()[0], **row)
+    for names, row in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
+    for name in names.split()
 }
 FOLDER = "is read from its Hugging Face folder only; name that, or its hub id"
 REFUSED = {  # patterns of such names: why they are not supported
@@ -331,7 +256,7 @@ def mtp_names(names: NameTable) -> NameTable:
     """Return the table of the MTP layer of a target with this table."""
     prefix, theirs = "layers.{i}.", "model.layers.{i}."
     layer = {name: sources for name, sources in names.items() if name.startswith(prefix)}
-    return MTP_NAMES | {
+    return name_table("mtp") | {
         "layer." + name.removeprefix(prefix): ["mtp.layers.0." + s.removeprefix(theirs) for s in sources]
         for name, sources in layer.items()
     }

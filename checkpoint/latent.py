@@ -6,13 +6,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.dense import STACKS, name_table, rope_of, rope_type
+from checkpoint.dense import STACKS, rope_of, rope_type
 from checkpoint.rotary import each_head, rotary_first
 from checkpoint.source import Entry
 from common.errors import InputError
 from model import ModelArgs
-
-LAYER = name_table("latent")
 
 MTP = {"eh_proj.weight": "fc.weight", "enorm.weight": "pre_fc_norm_embedding.weight",
        "hnorm.weight": "pre_fc_norm_hidden.weight", "shared_head.norm.weight": "norm.weight"}

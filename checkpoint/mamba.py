@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.dense import RecordedConfig, name_table
+from checkpoint.dense import RecordedConfig
 from checkpoint.source import Entry
 from common.errors import InputError
 
-LAYER = name_table("mamba")
 EXPECTED = {  # keys, and the values that we compute; transformers 5 writes infinity as an object
     "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
     "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),

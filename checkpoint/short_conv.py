@@ -3,11 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoint.dense import hugging_face, name_table, with_prefix
 from common.errors import InputError
-
-NAMES = hugging_face({}) | with_prefix(name_table("short_conv"), "layers.{i}.", "model.layers.{i}.") | {
-    "norm.weight": ["model.embedding_norm.weight"]}
 
 
 def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
