@@ -51,9 +51,9 @@ class Family:
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are Gated DeltaNet; `checkpoint.hybrid` reorders
     their tensors. neighbors: rotary pairs are neighboring channels.
-    local_unscaled: RoPE scaling is of layers without a sliding window. mtp: an MTP layer is read, as of all
-    hybrids. read(path, config): returns the config without what `model_fields` does not know, and further
-    fields. change(path, fields, tensors): returns the tensors under the names of the table.
+    local_unscaled: RoPE scaling applies only to layers without a sliding window. mtp: has an MTP layer, as
+    all hybrids may. read(path, config): returns the config without keys unknown to `model_fields`, and
+    further fields. change(path, fields, tensors): returns the tensors under the names of the table.
     """
 
     architecture: str  # class in transformers
@@ -87,7 +87,7 @@ class Family:
         return config
 
     def fields(self, source: Source) -> dict:
-        """Return the fields of ModelArgs. Raises InputError for anything that we would compute wrongly."""
+        """Return the fields of ModelArgs. Raises InputError on unsupported settings."""
         config = RecordedConfig(self.config(source))
         fields = self._read_fields(source, config)
         reject_unread(source.path, config, (*self.defaults, *self.renamed))
@@ -96,7 +96,7 @@ class Family:
     def _read_fields(self, source: Source, config: RecordedConfig) -> dict:
         path = source.path
         biased = self.fixed.get("biases") or self.fixed.get("qkv_bias") or self.neighbors
-        if config.get("use_bidirectional_attention") != "vision":  # which is that of images
+        if config.get("use_bidirectional_attention") != "vision":  # "vision" concerns image tokens only
             reject(path, config, "use_bidirectional_attention")
         if config.get("attention_bias") and not biased:
             reject(path, config, "attention_bias")
@@ -104,11 +104,11 @@ class Family:
             if config.get(key, value) != value:
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
         config, more = self.read(path, config) if self.read else (config, {})
-        if self.neighbors:  # some GLM have biases
+        if self.neighbors:  # some GLM models have biases
             more["qkv_bias"] = any(name.endswith("self_attn.q_proj.bias") for name in source.tensors)
         if self.hybrid:
             more["shared_expert_size"] *= self.experts
-        if self.experts and "moe_intermediate_size" in config:  # Qwen3.5's mixtures name no other
+        if self.experts and "moe_intermediate_size" in config:  # Qwen3.5's MoE configs have only this one
             config.setdefault("intermediate_size", config["moe_intermediate_size"])
         fields = model_fields(path, config) | self.fixed | more | _unrotated(config)
         if "rotary_dim" in fields and "partial_rotary_factor" not in self.defaults:
@@ -244,7 +244,7 @@ FAMILIES = {
     for name in names.split()
 }
 FOLDER = "is read from its Hugging Face folder only; name that, or its hub id"
-REFUSED = {  # patterns of such names: why they are not supported
+REFUSED = {  # name patterns: why the models are not supported
     r"(gguf:)?nemotron_?h.*": "Nemotron-H is not supported: layers with one mixer, MLPs and experts without a"
                               " gate are missing (its Mamba-2 layers are supported)",
     r"gguf:granitehybrid.*": f"Granite 4 H {FOLDER}", "gguf:chatglm": f"GLM-4-9B of 2024 {FOLDER}",

@@ -1,7 +1,7 @@
-"""GGUF files as a `Source` with the keys and names of Hugging Face.
+"""GGUF files as a `Source` with Hugging Face's config keys and tensor names.
 
-The keys of their metadata and the names of their tensors are those of llama.cpp's gguf/constants.py, the
-changes of tensors those of its converter.
+Metadata keys and tensor names follow llama.cpp's gguf/constants.py; tensor transformations invert its
+converter's.
 """
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _config(
     layers, kinds = (period, KINDS) if isinstance(period, list) else (recurrent, recurrent and DELTA_KINDS)
     scalar = head_dim if arch == "gemma3" else None
     if arch == "gemma3" and blocks == 62 and hidden and heads:
-        scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
+        scalar = hidden // heads  # 27B: its attention scale differs, as in llama.cpp
     config |= {
         "vocab_size": config.get("vocab_size") if embed is None else embed.shape[0],
         "num_hidden_layers": blocks and blocks - mtp,
@@ -328,7 +328,7 @@ def _entry(
         return pack_values(to, q), *regroup(known.kind, to, *scales)
 
     known = TYPES.get(tensor.type.name) if len(shape) == 2 else None
-    read_as = dtype if known or tensor.type.name in UNQUANTIZED else torch.float32  # which is rounded once
+    read_as = dtype if known or tensor.type.name in UNQUANTIZED else torch.float32  # rounded once, later
     return Entry(
         shape, dtype, lambda: by_blocks(lambda rows: (tensor.numbers(rows).to(read_as),), 4)[0],
         "" if tensor.type.name in UNQUANTIZED else tensor.type.name,

@@ -77,7 +77,7 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
 
 
 def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor]]:
-    """Return for each source tensor which of its rows go where: source name -> {our name: row indices}."""
+    """Map each source tensor to the row indices of our tensors: source name -> {our name: row indices}."""
     size, rotary = fields["head_dim"], fields.get("rotary_dim") or fields["head_dim"]
     keys, values = fields["delta_key_heads"], fields["delta_heads"]
     key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]

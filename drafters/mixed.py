@@ -82,7 +82,7 @@ class Mixed(Drafter):
 
     @property
     def headless(self) -> Drafter | None:
-        """What drafts while the head is off; None if both drafters have a network."""
+        """The drafter to use while the head is off; None if both have a network."""
         if self.network is None:
             return self
         return next((part for part in self.parts if part.network is None), None)

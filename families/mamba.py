@@ -1,7 +1,7 @@
 """Mamba-2 layers (arXiv 2405.21060) in a hybrid with attention: Granite 4 H.
 
 A Mamba-2 layer is computed as Gated DeltaNet (`families.hybrid`) without the delta rule: u = b v. Keys are B,
-queries C, values x, step sizes dt. Nodes of a tree need no states here either.
+queries C, values x, step sizes dt. Tree nodes need no states of their own either.
 """
 from __future__ import annotations
 
