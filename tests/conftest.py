@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from common.errors import InputError  # noqa: E402 - from the path above
 
-pytest.register_assert_rewrite("helpers")  # what fails there shows its values, too
+pytest.register_assert_rewrite("helpers")  # show values in failed asserts there too
 InputError.in_command = True  # messages name flags
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 

@@ -263,7 +263,7 @@ def test_two_ranks(golden, tmp_path):
     run = subprocess.run(command, cwd=ROOT, env=ONE_THREAD, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     row = json.loads(run.stdout)
-    known = "error: ", "loaded ", "ready ", "2 ranks: "  # beside torchrun's report, and warnings
+    known = "error: ", "loaded ", "ready ", "2 ranks: "  # besides torchrun's report and warnings
     lines = [line for line in run.stderr.splitlines() if line.startswith(known)]
     assert [line.split()[0] for line in lines] == ["2", "loaded", "ready"]
     assert row["ranks"] == row["plain"]["ranks"] == 2 and row["equal"] is True and row["tau"] > 1

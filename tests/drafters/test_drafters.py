@@ -104,7 +104,7 @@ def test_a_parallel_draft_model_with_features(tmp_path, kernels):
         Pard2Drafter(part.model, CHAIN, mask_id=7, target=target.model)
 
 
-# -- lookahead against a plain program of lists --------------------------------------------------------------
+# -- lookahead against a reference on plain lists ------------------------------------------------------------
 
 
 class Lists:
@@ -163,7 +163,7 @@ def test_lookahead_equals_the_reference(window, level, guesses):
     assert whole > 10
 
 
-# -- two drafters on one tree: what is joined, in which order, by which confidence ---------------------------
+# -- two drafters on one tree: which nodes are kept, in which order ---------------------------
 
 
 def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:
@@ -186,7 +186,7 @@ def test_joined_trees_hold_the_best_paths(seed):
         assert scored(joined, b) == pytest.approx({path: both[path] for path in best})
         by_node = paths(joined.tokens[b].tolist(), joined.parent[b].tolist())
         assert joined.depth[b].tolist() == [len(path) for path in by_node]
-        # Equal nodes leave places: what fills them is a guess like any other.
+        # Duplicates free nodes; any other candidate may fill them.
         assert scored(one, b).keys() <= scored(twice, b).keys()
 
 

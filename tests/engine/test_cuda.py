@@ -38,7 +38,7 @@ def subject(golden, request) -> tuple[Target, list[list[int]], list]:
 
 
 # The demo model has one head; its 30 layers take long to compile.
-COUPLED = [name for name in NAMES if name != "plain"]  # whose text is that of the seed
+COUPLED = [name for name in NAMES if name != "plain"]  # output is determined by the seed
 MODELS = {"tiny": COUPLED, "tiny fp8": ("eagle3",), "smollm2": ("eagle3", "lookup")}
 CASES = [
     pytest.param((model, dtype), name, id=f"{model}-{dtype}-{name}")
@@ -60,7 +60,7 @@ def test_speculative_equals_plain(subject, name):
         if target.model.embed.dtype == torch.float32 and target.runtime.kv == "auto":
             made = list(zip(prompts, samplings))
             check_texts([text.ids for text in texts], [text.ids for text in plain], made)
-        else:  # near ties may fall differently: evaluate.py judges them
+        else:  # near ties may differ: classify as evaluate.py does
             assert [text.ids[0] for text in texts] == [text.ids[0] for text in plain]
         engine.generate(prompts, samplings)
         assert before is None or torch.cuda.memory_allocated() <= before + 2**20

@@ -21,7 +21,7 @@ def run(golden, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "questions").mkdir()
     (folder / "questions" / "one.jsonl").write_text("\n".join(map(json.dumps, ONE)))
-    two = {"question_id": "x", "turns": ["count to 7"]}, {"turns": ["x" * 1100]}  # which fits in no cache
+    two = {"question_id": "x", "turns": ["count to 7"]}, {"turns": ["x" * 1100]}  # longer than the context
     (folder / "questions" / "two.jsonl").write_text("\n".join(map(json.dumps, two)))
 
     def go(*more, out="out", plan=EAGLE) -> int:
@@ -57,7 +57,7 @@ def test_interrupted_run_resumes(run, monkeypatch, capsys):
     stopped, ask, calls = run.folder / "stopped", session.ask, iter(range(1000))
 
     def stops(*args):
-        if next(calls) == 12:  # with those that it warms up with
+        if next(calls) == 12:  # including warm-up
             raise KeyboardInterrupt
         return ask(*args)
 

@@ -40,11 +40,11 @@ class Compiled(NamedTuple):
 
     shared: int  # bytes of shared memory of a program
     registers: int  # of a thread
-    spilled: int  # bytes of a thread's local memory: registers that did not suffice
+    spilled: int  # bytes of a thread's local memory: spilled registers
     ptx: str
     sass: str  # machine code
-    chained: bool  # a product adds to what another one has summed
-    on_tensor_cores: bool  # products run there
+    chained: bool  # a matmul accumulates onto another's result
+    on_tensor_cores: bool  # matmuls use them
 
 
 def compile_for(

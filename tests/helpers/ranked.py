@@ -35,7 +35,7 @@ DRAFTERS = (
     "eagle3 window",
 )
 OF_TWO = "Qwen3.5", "Qwen3-Next", "drafters", "modes"  # only compared with two ranks
-# What a step reads of the logits beside the top-1 token: each is an option of a request.
+# Sampling options that need more of the logits than the argmax.
 MODES = {
     "greedy": {},
     "top-k and top-p": {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "seed": 1},

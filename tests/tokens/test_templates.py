@@ -226,7 +226,7 @@ def test_calls_of_a_history(bpe, tmp_path, form, content):
         assert tok.decode(ids) == want
 
 
-FINAL = (  # the template's way with a message, and the message that goes on
+FINAL = (  # how the template renders a message; the message to continue
     ("{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}", {"content": "alpha \n"}),
     ("{{ '<|im_start|>' + m.role + m.content | trim + '<|im_end|>' }}", {"content": " alpha "}),
     ("{{ m.role }}:{{ m.content }};", {"content": ""}), ("{{ m.content }};", {"content": "x<|im_end|>"}),

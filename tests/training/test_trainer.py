@@ -223,7 +223,7 @@ def test_initial_head_drafts_alike(models, kind):
 
     one, other = (TRAINED[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
     if getattr(begun.args, "confidence", False) and kind != "dspark":
-        begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
+        begun.args = dataclasses.replace(begun.args, confidence=False)  # its loss is separate
     other.start = head
     expected, right, _, states = loss_on(one)
     lengths = torch.tensor([len(row["ids"]) for row in ROWS])
