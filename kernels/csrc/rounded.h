@@ -257,13 +257,20 @@ class Scales {
   // Of the part: integers that multiply its sums, and its total. Of all parts with them: the scales of both.
   Ints code[VECTORS];
   Floats minimum_code[VECTORS], scale[VECTORS], minimum[VECTORS];
+  // Of the next part, and the number of parts left in its unit, which starts with a group: returning to the place of the
+  // group's first part reads all of the group again.
+  struct Place {
+    const char* at;
+    int64_t left;
+  } place;
 
   Scales(const Weight& w, int64_t b) : unit(w.records.unit) {
     const int64_t of_unit = (1 + MINIMA) * BLOCK * (sizeof(float) + (CODED ? unit : 0));
-    at = static_cast<const char*>(w.scales) + b * (w.groups / unit) * of_unit;
+    place = {static_cast<const char*>(w.scales) + b * (w.groups / unit) * of_unit, 0};
     for (int v = 0; v < VECTORS; v++) code[v] = Ints{} + 1, minimum_code[v] = broadcast(1.0f);
   }
   void next() {
+    auto& [at, left] = place;
     if (!CODED || left == 0) {
       for (int v = 0; v < VECTORS; v++, at += sizeof(Floats)) scale[v] = load<Floats>(at);
       for (int v = 0; v < VECTORS && MINIMA; v++, at += sizeof(Floats)) minimum[v] = load<Floats>(at);
@@ -282,13 +289,12 @@ class Scales {
   }
 
  private:
-  int64_t unit;
-  const char* at;
-  int64_t left = 0;
+  const int64_t unit;
 };
 
 struct Unscaled {  // until the end
   static constexpr bool MINIMA = false, CODED = false;
+  struct {} place;
   Unscaled(const Weight&, int64_t) {}
   static Floats add(Ints sum, Floats, Floats of_row, int, Floats before) { return fma(to_floats(sum), of_row, before); }
 };
@@ -315,31 +321,33 @@ inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
 
 // `block_product` for a tile of rounded rows. Sums within a group are exact; groups are added in order. S: `Scales`.
 //
-// With codes, sums of parts, of groups and minima of many rows exceed the registers. So a group is multiplied by
-// AT_ONCE rows of the tile, then, from L1, by the next ones.
+// The sums of many rows exceed the registers. So a group is multiplied by AT_ONCE rows of the tile, then, from L1, by
+// the next ones.
 template <class Columns, int R, class S>
 [[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Prefetcher next,
                                        float* sums) {
   constexpr bool SCALED = !std::is_same_v<S, Unscaled>;
-  constexpr int AT_ONCE = !S::CODED || ROWS <= 6 || R <= 4 ? R : R % 4 ? R / 2 : 4;
+  constexpr int AT_ONCE = ROWS <= 6 || R <= 4 ? R : R % 4 ? R / 2 : 4;
   static_assert(R % AT_ONCE == 0);
   const Rounding how = Rounding::of(w);
   const int64_t K = w.steps * how.per_word, parts = how.parts(K), steps = how.part / how.per_word;
-  const int64_t parts_of_group = how.group / how.part, starts_of_part = how.part / Rounding::MIN_PART;
-  const float *scales = x.scales_of(tile, K, how), *totals = x.totals_of(tile, K, how);
+  const char* p = w.block(b);
+  const uint32_t* value = x.words_of(tile, K, how);
+  [[maybe_unused]] const uint32_t* start = x.starts_of(tile, K);
+  const float *scales = x.scales_of(tile, K, how), *total = x.totals_of(tile, K, how);
   S of_columns(w, b);
   next.share(R / AT_ONCE);
-  for (int64_t g = 0, first_part = 0; first_part < parts; g++, first_part += parts_of_group) {
-    [[maybe_unused]] const S of_group = of_columns;
+  for (int64_t g = 0, first_part = 0, end; first_part < parts; g++, first_part = end) {
+    end = std::min(parts, first_part + how.group / how.part);
+    [[maybe_unused]] const std::tuple group(p, value, start, total, of_columns.place);
     for (int first = 0; first < R; first += AT_ONCE) {
-      const char* p = w.block(b) + first_part * steps * Columns::BYTES;
-      const uint32_t* value = x.words_of(tile, K, how) + first_part * steps * R + first;
-      [[maybe_unused]] const uint32_t* start = x.starts_of(tile, K) + first_part * starts_of_part * R + first;
-      const float* total = totals + first_part * R + first;
+      if constexpr (AT_ONCE < R) {
+        std::tie(p, value, start, total, of_columns.place) = group;
+        value += first, start += first, total += first;
+      }
       Ints sum[AT_ONCE][VECTORS] = {};
       Floats less[AT_ONCE][VECTORS] = {};
-      if constexpr (AT_ONCE < R) of_columns = of_group;
-      for (int64_t part = first_part; part < std::min(parts, first_part + parts_of_group); part++, total += R) {
+      for (int64_t part = first_part; part < end; part++, total += R) {
         const char* to = p + std::min(steps, w.steps - part * steps) * Columns::BYTES;
         if constexpr (SCALED) of_columns.next();
         Ints of_part[AT_ONCE][VECTORS];
@@ -371,6 +379,7 @@ template <class Columns, int R, class S>
         }
       }
     }
+    value -= R - AT_ONCE, start -= R - AT_ONCE, total -= R - AT_ONCE;
   }
   if constexpr (!SCALED) scale_columns(w, b, R, sums);
 }
