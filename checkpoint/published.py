@@ -26,7 +26,8 @@ PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a q
     ("packed", "scale", "scale_inv", "global_scale", "zero_point", "shape", "g_idx")}
 # Keys about quantization of activations and KV caches, which are ignored.
 UNUSED = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale|scale_ub)$")
-INTEGERS, FLOATS = (torch.int32, torch.int8, torch.int64), (torch.float32, torch.bfloat16, torch.float16)
+WORDS, INTEGERS = (torch.int32,), (torch.int32, torch.int8, torch.int64)
+FLOATS = torch.float32, torch.bfloat16, torch.float16
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # order of the eight columns of a word
 FP8_BLOCK = 128, 128
 Parts = dict[str, Entry]
@@ -114,7 +115,7 @@ def _gptq(layer: Parts, said: dict) -> Layer:
     if bits not in METHODS["gptq"]["bits"] or (bits != said["bits"] and not said.get("dynamic")):
         raise ValueError(f"has {bits} bits, its config says {said['bits']}")
     K = rows * 32 // bits
-    _expect(layer, qweight=(INTEGERS, (rows, N)), qzeros=(INTEGERS, (groups, N * bits // 32)),
+    _expect(layer, qweight=(WORDS, (rows, N)), qzeros=(WORDS, (groups, N * bits // 32)),
             scales=(FLOATS, (groups, N)), g_idx=order and (INTEGERS, (K,)))
 
     def read() -> Codes:
@@ -132,7 +133,7 @@ def _gptq(layer: Parts, said: dict) -> Layer:
 
 def _awq(layer: Parts, said: dict) -> Layer:
     (K, columns), groups = layer["qweight"].shape, layer["scales"].shape[0]
-    _expect(layer, qweight=(INTEGERS, (K, columns)), qzeros=(INTEGERS, (groups, columns)),
+    _expect(layer, qweight=(WORDS, (K, columns)), qzeros=(WORDS, (groups, columns)),
             scales=(FLOATS, (groups, 8 * columns)))
 
     def read() -> Codes:
@@ -146,17 +147,18 @@ def _awq(layer: Parts, said: dict) -> Layer:
 
 def _integers(layer: Parts, said: dict) -> Layer:
     """Read an integer layer: packed words with an offset, or int8; weight_scale per tensor, row or group."""
-    packed, scale, zeros, order = map(layer.get, (
-        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"))
+    packed, zeros, order = map(layer.get, ("weight_packed", "weight_zero_point", "weight_g_idx"))
+    scale = layer["weight_scale"]
     N, K = layer["weight_shape"].read().tolist() if packed else layer["weight"].shape
     bits, groups = 32 * packed.shape[1] // K if packed else 8, scale.shape[1] if len(scale.shape) > 1 else 1
     if bits not in (4, 8):
         raise ValueError(f"weight_packed has {bits} bits for a value; expected 4 or 8")
     offset = 0 if bits == 4 and zeros else 1 << bits - 1
-    _expect(layer, weight_packed=packed and (INTEGERS, (N, -(-K * bits // 32))),
+    _expect(layer, weight_packed=packed and (WORDS, (N, -(-K * bits // 32))),
             weight_shape=packed and (INTEGERS, (2,)), weight=None if packed else (INTEGERS, (N, K)),
             weight_scale=(FLOATS, (N, groups), (N,), (1,), ()), weight_g_idx=order and (INTEGERS, (K,)),
-            weight_zero_point=zeros and (INTEGERS, (-(-N * bits // 32), groups) if packed else scale.shape))
+            weight_zero_point=zeros and (
+                (WORDS, (-(-N * bits // 32), groups)) if packed else (INTEGERS, scale.shape)))
 
     def read() -> Codes:
         each = scale.read().float()
@@ -182,6 +184,8 @@ def _float4(layer: Parts, said: dict) -> Layer:
         scale, packed = layer["weight_scale"].read(), layer["weight_packed"].read()
         if whole:
             scale = scale.float() / whole.read().float()
+            if bool(whole.read().isinf()):
+                raise ValueError("weight_global_scale is not finite")
         else:
             scale = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
         twice = e2m1(torch.stack((packed & 15, packed >> 4), -1).flatten(1)).mul_(2)
@@ -228,8 +232,13 @@ def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
     sizes, size = {one.get("group_size") for one in schemes}, whole.shape[1] // whole.groups
     if size not in sizes and not said.get("dynamic") and all(n and n > 0 for n in sizes):
         raise ValueError(f"has groups of {size} inputs, its config says {' or '.join(map(str, sizes))}")
+    known, packed = {one.get("num_bits") for one in schemes}, layer.get("weight_packed")
+    bits = packed and 8 * packed.dtype.itemsize * packed.shape[1] // whole.shape[1]
+    if bits and bits not in known and all(known):
+        raise ValueError(f"has {bits} bits, its config says {' or '.join(map(str, known))}")
+    orders = [layer[name].read() for name in ("g_idx", "weight_g_idx") if name in layer]
     lacks = {
-        "g_idx": not {"g_idx", "weight_g_idx"} & layer.keys() and whole.groups > 1
+        "g_idx": not any(bool((one >= 0).all()) for one in orders) and whole.groups > 1
         and all(one.get("desc_act") or one.get("actorder") == "group" for one in schemes),
         "zero points": not whole.minima and all(one.get("symmetric") is False for one in schemes)}
     for what, lacking in lacks.items():
