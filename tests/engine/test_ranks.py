@@ -43,10 +43,11 @@ def folder(golden, tmp_path_factory):
         add_heads(work / name, made / name, width)
     odd = {"num_attention_heads": 10, "num_key_value_heads": 5, "vocab_size": 97, "intermediate_size": 58}
     for name, changes, out in (
-        ("odd", odd, made / "odd"), ("wide", {"intermediate_size": 256, "head_dim": 64}, work / "exact"),
+        ("odd", odd, made / "odd"), ("wide", {"intermediate_size": 512, "head_dim": 128}, work / "exact"),
     ):
         config = CONFIG | changes | {"torch_dtype": "float32"}
-        # The seed gives the precisions of "wide" no near tie, which a sum over ranks may decide otherwise.
+        # The sizes of "wide" give each of four ranks whole groups of 128 inputs, rounded as in one process, and its
+        # seed no near tie, which a sum over ranks may decide otherwise.
         convert(write_source(work / name, target_state(config, seed=3), config), out, quiet=True)
     for mode in PRECISIONS:
         scheme = Scheme(mode, 32 if mode in INT4_MODES else 0, LM_HEAD_MODES.get(mode, mode))
