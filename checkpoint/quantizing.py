@@ -34,7 +34,7 @@ from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
 from families.mixed import causal
-from kernels.gptq import gptq, output_error, second_moments
+from kernels.gptq import gptq, output_error
 from kernels.quantized import MXFP4, Quantized, linear_names, split_rows
 from kernels.scheme import Scheme
 from kernels.stored import Kind
@@ -222,7 +222,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
 def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> None:
     """Forward pre-hook: replace the weight by its GPTQ-quantized values and pass the layer to `put`."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
-    stored = gptq(weight, second_moments(x), kind)
+    stored = gptq(weight, x, kind)
     layer.weight.data = kind.dequantize(*stored)
     put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // ERROR_TOKENS)])))
 

@@ -17,26 +17,35 @@ from torch import Tensor
 from kernels.stored import Kind, fit_groups, pack_values, quantize_scales
 
 DAMPING = 0.1  # relative to the mean of H's diagonal
-PANEL_COLUMNS = 1024  # of a Hessian, computed together
+SPAN_COLUMNS = 2048  # that share a Hessian, a multiple of all groups
 UNIT_ROOM = 1.25  # times the units of the weight: rounding errors of earlier columns widen later ranges
 
 
-def gptq(weight: Tensor, hessian: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize weight [N, K] with hessian x^T x [K, K] -> the weight as it is stored, its scale and codes.
+def gptq(weight: Tensor, x: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize weight [N, K] for inputs x [R, K] -> the weight as it is stored, its scale and codes.
 
-    Both arguments are float32 and finite. kind: one of `int4_kind`.
+    Both arguments are float32 and finite. kind: one of `int4_kind`. Errors are compensated within spans of
+    SPAN_COLUMNS: a Hessian's cost grows with the square of its size, that of its factor with the cube.
     """
-    N, K = weight.shape
-    group = kind.group
+    (N, K), group = weight.shape, kind.group
+    exact = weight.t().contiguous()  # [K, N]
+    q = torch.empty(K, N, dtype=torch.uint8)
+    units = UNIT_ROOM * kind.fit(weight)[0][..., None]  # [N, 2, 1]
+    codes = torch.empty(N, 2, K // group, dtype=torch.int8)
+    for span, to, of_span, found in zip(*(t.split(SPAN_COLUMNS) for t in (exact, q)),
+                                        x.split(SPAN_COLUMNS, 1), codes.split(SPAN_COLUMNS // group, 2)):
+        _round_span(span, of_span.t() @ of_span, units, group, to, found)
+    return pack_values(kind, q.t()), units.flatten(-2), codes.flatten(-2)
+
+
+def _round_span(exact: Tensor, hessian: Tensor, units: Tensor, group: int, q: Tensor, codes: Tensor) -> None:
+    """Round a span of exact [k, N] (transposed) with hessian [k, k] -> q [k, N], codes [N, 2, k / group]."""
+    K, N = exact.shape
     factor = _upper_factor(hessian)
     diagonal = factor.diagonal().clone()
     factor /= diagonal
     importance = diagonal.square()
-    exact = weight.t().contiguous()  # [K, N]
     wanted = exact.clone()  # targets of rounding, given the errors so far
-    q = torch.empty(K, N, dtype=torch.uint8)
-    units = UNIT_ROOM * kind.fit(weight)[0][..., None]  # [N, 2, 1]
-    codes = torch.empty(N, 2, K // group, dtype=torch.int8)
     errors = torch.empty(group, N)
     for start in range(0, K, group):
         end = start + group
@@ -54,17 +63,6 @@ def gptq(weight: Tensor, hessian: Tensor, kind: Kind) -> tuple[Tensor, Tensor, T
             q[k] = rounded
             torch.addcmul(exact[k] + minimum, rounded, scale, value=-1, out=errors[i])
         wanted[end:].addmm_(factor[start:end, end:].t(), errors)
-    return pack_values(kind, q.t()), units.flatten(-2), codes.flatten(-2)
-
-
-def second_moments(x: Tensor) -> Tensor:
-    """Return x^T x [K, K] of inputs x [R, K]; half of it is computed, as it is symmetric."""
-    hessian = x.new_empty(x.shape[1], x.shape[1])
-    for start in range(0, x.shape[1], PANEL_COLUMNS):
-        panel = x[:, start : start + PANEL_COLUMNS].t() @ x[:, start:]
-        hessian[start : start + PANEL_COLUMNS, start:] = panel
-        hessian[start:, start : start + PANEL_COLUMNS] = panel.t()
-    return hessian
 
 
 def _upper_factor(hessian: Tensor) -> Tensor:

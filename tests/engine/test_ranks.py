@@ -46,8 +46,8 @@ def folder(golden, tmp_path_factory):
         ("odd", odd, made / "odd"), ("wide", {"intermediate_size": 512, "head_dim": 128}, work / "exact"),
     ):
         config = CONFIG | changes | {"torch_dtype": "float32"}
-        # The sizes of "wide" give each of four ranks whole groups of 128 inputs, rounded as in one process, and its
-        # seed no near tie, which a sum over ranks may decide otherwise.
+        # The sizes of "wide" give four ranks whole groups of 128 inputs, rounded as in one process. Its seed
+        # gives no near tie, which a sum over ranks may decide otherwise.
         convert(write_source(work / name, target_state(config, seed=3), config), out, quiet=True)
     for mode in PRECISIONS:
         scheme = Scheme(mode, 32 if mode in INT4_MODES else 0, LM_HEAD_MODES.get(mode, mode))
