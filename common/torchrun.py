@@ -1,10 +1,14 @@
-"""Processes started by torchrun: comparable options, muted output."""
+"""Processes started by torchrun: comparable options, muted output, exit with the launcher."""
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
+import signal
 from collections.abc import Iterator
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @contextlib.contextmanager
@@ -25,3 +29,12 @@ def shared_options(o: argparse.Namespace, *contents: object) -> str:
     """Return the options that all ranks must share, and the contents of files, as one line."""
     shared = {name: value for name, value in sorted(vars(o).items()) if name not in PER_MACHINE}
     return repr((shared, *contents))
+
+
+def exit_with_torchrun() -> None:
+    """Send SIGTERM to this process when its torchrun dies.
+
+    Without this, ranks go on without a launcher, or wait for minutes.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

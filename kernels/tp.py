@@ -28,6 +28,7 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.hashes import hash56
+from common.torchrun import exit_with_torchrun
 from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP
 from kernels.rank_step import sharded_step
 from kernels.scheme import Scheme
@@ -145,6 +146,7 @@ def process_group(
     reply_timeout: of collectives (default `REPLY_TIMEOUT`). Raises InputError if there is no such
     environment, if the ranks do not find each other, or, from the context, if a rank is lost.
     """
+    exit_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(local_device(device)))

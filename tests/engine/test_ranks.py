@@ -3,6 +3,9 @@
 One group of two processes and one of four run all cases; see `helpers.ranked`.
 """
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from helpers import refused
@@ -93,3 +96,16 @@ def test_texts(alone, sharded, name):
         assert found["eagle3"][:2] == found["plain"][:2] != found["eagle3"][2:]
     if name == "modes":
         assert found["caches in float8"] != found["modes"]
+
+
+def test_a_rank_ends_with_its_launcher():
+    """Also if the launcher is killed and sends no signal."""
+    rank = "import common.torchrun, time; common.torchrun.exit_with_torchrun(); print('up', flush=True);" \
+           " time.sleep(5); print('left behind')"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", launcher]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout.readline() == b"up\n"
+        process.kill()
+        assert process.stdout.read() == b""  # returns when the rank, which holds the pipe too, has ended
