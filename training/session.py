@@ -270,7 +270,7 @@ class Session:
         )
         features = Features(
             self.decoding if self.separate else learning, objective.aux_layers,
-            cache_bytes=state_bytes(), dtype=self.target.embed.dtype,
+            cache_bytes=state_bytes() // self.processes.world_size, dtype=self.target.embed.dtype,
             read_dtype=learning.embed.dtype, identity=self.identity if self.processes.target_ranks else "",
         )
         trainer = Trainer(
