@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.load import CONFIG, WEIGHTS, read_config, stored_tensors
+from checkpoint.source import STORED_DTYPES
 from common.errors import InputError
 from drafters.published import MAX_DRAFT_SIZE, advice
 from engine.drafting import TARGET, DraftOptions
@@ -35,7 +35,7 @@ def bytes_read(checkpoint: str | Path) -> int:
     tensors = stored_tensors(Path(checkpoint) / WEIGHTS, "convert the model again")
     unread = "embed." if any(name.startswith("lm_head.") for name in tensors) else ()
     return sum(
-        math.prod(t.shape) * int(re.search(r"\d+", t.dtype)[0]) // 8
+        math.prod(t.shape) * STORED_DTYPES[t.dtype].itemsize
         for name, t in tensors.items() if not name.startswith(unread)
     )
 
@@ -46,15 +46,15 @@ def find_draft_model(checkpoint: Path) -> Path | None:
     It has the same vocabulary size, except for padding, and reads at most MAX_DRAFT_SIZE of the target's
     bytes. Loading checks that the token ids are the same.
     """
-    vocabulary, found = read_config(checkpoint, "target")["vocab_size"], []
+    vocabulary, found = read_config(checkpoint, "target")["vocab_size"], {}
+    limit = MAX_DRAFT_SIZE * bytes_read(checkpoint)
     for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
         with contextlib.suppress(InputError, OSError):  # not a converted model, or damaged
             folder, other = config.parent, read_config(config.parent, "target")
             near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
-            small = bytes_read(folder) <= MAX_DRAFT_SIZE * bytes_read(checkpoint)
-            if near and small and not other.get("delta_layers"):
-                found.append(folder)
-    return min(found, key=bytes_read, default=None)
+            if near and not other.get("delta_layers") and (count := bytes_read(folder)) <= limit:
+                found[folder] = count
+    return min(found, key=found.get, default=None)
 
 
 def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
