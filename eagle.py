@@ -21,7 +21,7 @@ COMMANDS = {
     "quantize": ("quantize", "quantize a converted checkpoint"), "train": ("train", "train a draft head"),
     "evaluate": ("evaluate", "measure speedup and acceptance length"),
     "export": ("checkpoint.export", "export a head for SGLang, vLLM and llama.cpp"),
-    "datastore": ("drafters.ngram", "write the token file of --speculate rest"),
+    "datastore": ("drafters.ngram", "write the datastore of --speculate rest"),
 }
 
 

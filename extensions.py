@@ -48,7 +48,7 @@ METHODS = {
     "lookahead": Method("drafters.lookahead:build", "lookahead decoding"),
     "lookup": Method("drafters.ngram:build", "prompt lookup: n-gram matches in the context"),
     "suffix": Method("drafters.ngram:build", "suffix decoding: also matches in earlier requests"),
-    "rest": Method("drafters.ngram:build", "REST: also matches in a token file"),
+    "rest": Method("drafters.ngram:build", "REST: also matches in a datastore"),
     "auto": Method("drafters.auto", "best head, or draft model, found next to the target, with prompt lookup",
                    "auto", True),
 }
@@ -56,7 +56,7 @@ METHOD_FLAGS = {
     "window": MethodFlag("lookahead", 7, "W of the paper, branches drafted in parallel"),
     "level": MethodFlag("lookahead", 5, "N of the paper, n-gram size", 3),
     "guess-set": MethodFlag("lookahead", 7, "G of the paper, n-grams verified per step"),
-    "datastore": MethodFlag("rest", None, "token file written by python -m drafters.ngram"),
+    "datastore": MethodFlag("rest", None, "datastore written by python -m drafters.ngram"),
 }
 CHECK_METHOD_FLAGS = "drafters.options:check"
 CHOOSE_DRAFTER = "drafters.auto:choose"  # resolves --speculate auto

@@ -102,10 +102,10 @@ def convert(
         what = config.get("architecture", config["kind"])
         what += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
         lm_head, size = weights.get("lm_head.weight", 0), sum(tensor.nbytes for tensor in plan)
-        lm_count = f" ({lm_head / 1e6:,.0f} of them lm_head)" * bool(lm_head)
+        lm_count = f" (lm_head {lm_head / 1e6:,.0f} million)" * bool(lm_head)
         dtype = str(max(plan, key=lambda tensor: tensor.nbytes).dtype)[6:]  # not that of the draft ids
         stored = "quantized as stored" if "quantization" in config else dtype
-        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million weights{lm_count}, {stored},"
+        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million parameters{lm_count}, {stored},"
               f" {size / 1e9:,.2f} GB")
     return out
 

@@ -33,15 +33,18 @@ from checkpoint.writer import Planned, check_finite, fill
 from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
+from engine.step import TORCH_BACKEND, Backend
 from families.mixed import causal
-from kernels.gptq import gptq, output_error
-from kernels.quantized import MXFP4, Quantized, linear_names, split_rows
+from kernels.cpu import CpuBackend
+from kernels.gptq import gptq
+from kernels.packed import PackedLinear
+from kernels.quantized import MXFP4, Quantized, QuantizedLinear, linear_names, split_rows
 from kernels.scheme import Scheme
 from kernels.stored import Kind
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
-ERROR_TOKENS = 512  # calibration tokens that the output error is measured on
+ERROR_TOKENS = 128  # calibration tokens that the output error is measured on
 ERROR_STRIDE = 8  # measure the weight error on every 8th block of rows
 
 
@@ -117,7 +120,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def quantize_folder(
-    plan: QuantizationPlan, folder: Path, text: Tensor | None = None
+    plan: QuantizationPlan, folder: Path, text: Tensor | None = None, backend: Backend = TORCH_BACKEND
 ) -> dict[str, tuple[str, float]]:
     """Write the quantized folder. Returns layer name -> ("of weights" or, with GPTQ, "of outputs", error).
 
@@ -126,7 +129,7 @@ def quantize_folder(
     """
     source, module, names = plan.source, plan.module, plan.source_module.state_dict()
     path, scheme = source / WEIGHTS, Scheme.from_config(plan.config["quantization"])
-    ready = {} if text is None else calibrated_layers(source, plan.source_config, scheme, text)
+    ready = {} if text is None else calibrated_layers(source, plan.source_config, scheme, text, backend)
     layers: dict[str, _LayerWriter] = {}
     stored = stored_tensors(path, ADVICE)
 
@@ -169,10 +172,13 @@ class Calibrated(NamedTuple):
 
 
 @torch.no_grad()
-def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -> dict[str, Calibrated]:
+def calibrated_layers(
+    source: Path, config: dict, scheme: Scheme, ids: Tensor, backend: Backend
+) -> dict[str, Calibrated]:
     """Quantize the linear layers of all blocks to 4 bits with GPTQ. Returns them by name.
 
     source: unquantized folder with this config. scheme: result of `with_kinds`. ids [B, T]: calibration text.
+    backend: computes the outputs of quantized layers.
 
     Each layer is calibrated on the outputs of the quantized layers before it. One block at a time is in
     memory, in float32. Stacked experts are rounded to nearest for these outputs and not returned. Raises
@@ -209,7 +215,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
             for name in linear_names(block):
                 kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
-                layer.register_forward_pre_hook(partial(_quantize, kind=kind, put=put))
+                layer.forward = partial(_calibrate, layer, kind, put, backend)
             return block(x.float(), caches[i], shared)
 
         outside = (n for n in model.state_dict() if not n.startswith(("layers.", "norm.", "lm_head.")))
@@ -219,12 +225,24 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
     return layers
 
 
-def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> None:
-    """Forward pre-hook: replace the weight by its GPTQ-quantized values and pass the layer to `put`."""
-    x, weight = inputs[0].flatten(0, -2), layer.weight.data
-    stored = gptq(weight, x, kind)
-    layer.weight.data = kind.dequantize(*stored)
-    put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // ERROR_TOKENS)])))
+def _calibrate(
+    layer: nn.Linear, kind: Kind, put: Callable, backend: Backend, x: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """Quantize a layer with GPTQ, pass it to `put`, and return its outputs for x [B, T, K] on the backend."""
+    exact, rows = layer.weight.data, x.flatten(0, -2)
+    stored = gptq(exact, rows, kind)
+    quantized = QuantizedLinear(*exact.t().shape, False, kind)
+    for parameter, tensor in zip((quantized.weight, *quantized.scales), stored):
+        parameter.data = tensor
+    run = PackedLinear(backend, quantized, x.dtype) if isinstance(backend, CpuBackend) else quantized
+    with backend.threads():
+        y = run(rows)
+    sample = slice(None, None, max(1, len(rows) // ERROR_TOKENS))
+    wanted = rows[sample] @ exact.t()
+    error = (y[sample] - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    put(Calibrated(*stored, float(error)))
+    y = (y if layer.bias is None else y.add_(layer.bias)).view(*x.shape[:-1], -1)
+    return y if residual is None else residual + y
 
 
 def text_ids(source: Path, name: str, text: str, min_tokens: int, max_tokens: int) -> Tensor:

@@ -72,7 +72,3 @@ def _upper_factor(hessian: Tensor) -> Tensor:
     damped.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1))
     return torch.linalg.cholesky(damped).flip(0, 1)
 
-
-def output_error(weight: Tensor, stored: Tensor, x: Tensor) -> float:
-    """Return |x (stored - weight)^T| / |x weight^T| for inputs x [R, K]."""
-    return float((x @ (stored - weight).t()).norm() / (x @ weight.t()).norm().clamp(min=1e-30))

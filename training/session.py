@@ -304,7 +304,7 @@ class Session:
             plan.append(Planned(name, tuple(tensor.shape), dtype, [entry]))
         weights = sum(t.numel() for t in own_weights(head).values())
         facts = [
-            f"{weights / 1e6:.1f} million weights, draft vocabulary {head.args.draft_vocab_size:,}",
+            f"{weights / 1e6:.1f} million parameters, draft vocabulary {head.args.draft_vocab_size:,}",
             self.report,
             f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.step, 'optimizer step')}"
             f" in {trainer.seconds / 60:.0f} minutes",
