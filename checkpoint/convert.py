@@ -105,8 +105,8 @@ def convert(
         lm_count = f" (lm_head {lm_head / 1e6:,.0f} million)" * bool(lm_head)
         dtype = str(max(plan, key=lambda tensor: tensor.nbytes).dtype)[6:]  # not that of the draft ids
         stored = "quantized as stored" if "quantization" in config else dtype
-        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million parameters{lm_count}, {stored},"
-              f" {size / 1e9:,.2f} GB")
+        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million parameters{lm_count},"
+              f" {stored}, {size / 1e9:,.2f} GB")
     return out
 
 
