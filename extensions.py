@@ -87,8 +87,9 @@ HEADS = {
 # By kind: config fields that select another class than `HEADS`.
 CLASS_FIELDS = {
     "target": TARGETS,
-    "eagle3": dict.fromkeys(
-        ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
+    "eagle3": {"global_head_dim": "networks.gemma4_heads:Gemma4Eagle3Head", **dict.fromkeys(
+        ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head")},
+    "dspark": {"global_head_dim": "networks.gemma4_heads:Gemma4DSparkHead"},
     "mtp": {"global_head_dim": "networks.assistant:AssistantHead",
             "latent_rank": "networks.mtp:LatentMtpHead"},
     "dflash": {"selector_rank": "networks.dflash2:DFlash2Head"},

@@ -1,21 +1,39 @@
-"""Configs and tensors of Gemma 4's assistants, as published."""
+"""Configs and tensors of Gemma 4's assistants, and of other heads with its layers, as published."""
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
 
-from checkpoint.dense import name_table
+from checkpoint.dense import RecordedConfig, name_table
 from checkpoint.families import FAMILIES
 from checkpoint.layouts import HeadOptions, ReadHead
 from checkpoint.load import check_config
 from checkpoint.source import Entry, Source
+from common.errors import InputError
 from model import ModelArgs
 
 GEMMA4 = FAMILIES["gemma4"]
 NAMES = name_table("gemma4_assistant") | {
     name: [source.removeprefix("model.") for source in sources] for name, sources in GEMMA4.names.items()
     if name.startswith("layers.")}
+GLOBAL_LAYER = {"attn_norm.weight": ["input_layernorm.weight"]} | name_table("gemma", "gemma4")
+
+
+def has_gemma4_layers(source: Source) -> bool:
+    """Return whether a head's layers are Gemma 4's global ones (DeepSpec)."""
+    return "Gemma4" in str(source.config.get("architectures"))
+
+
+def global_layer_fields(source: Source) -> dict:
+    """Return the fields of such a head's layers. Raises InputError."""
+    fields = GEMMA4.read_fields(source, RecordedConfig(GEMMA4.config(source), source.config.read))
+    if "windows" in fields:
+        raise InputError(f"{source.path}: layer_types: Gemma 4's layers with a sliding window are not"
+                         " supported in a head")
+    return fields | {
+        "head_dim": fields["global_head_dim"], "num_kv_heads": fields["global_kv_heads"],
+        "windows": [0] * fields["num_layers"], "tie_embeddings": False}
 
 
 def read_assistant(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:

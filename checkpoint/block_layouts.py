@@ -11,19 +11,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoint import layouts
+from checkpoint.assistant import GLOBAL_LAYER, global_layer_fields, has_gemma4_layers
 from checkpoint.configs import model_fields
 from checkpoint.dense import LAYER, name_table, with_prefix
 from checkpoint.layouts import HeadOptions, ReadHead, draft_vocab_size, layer_flags
+from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
 BLOCK = name_table("block", "markov") | with_prefix(
     LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}, "layers.{i}.", "layers.{i}.")
-SELECTOR_KEYS = {
-    "candidates": "selector_top_k", "logit_factor": "output_multiplier",
-    "logit_cap": "final_logit_softcapping",
-}
+GEMMA4 = BLOCK | with_prefix(GLOBAL_LAYER, "layers.{i}.", "layers.{i}.")
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -35,7 +34,9 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
     path, flags = source.path, source.config
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
-    fields = model_fields(path, flags | {"tie_word_embeddings": False})
+    names = GEMMA4 if has_gemma4_layers(source) else BLOCK
+    usual = flags | {"tie_word_embeddings": False}
+    fields = global_layer_fields(source) if names is GEMMA4 else model_fields(path, usual)
     causal = [flags.get(key) for key in ("causal", "causal_head", "is_causal")]
     ahead = flags.get("sliding_window_non_causal") or False in causal
     fields |= layer_flags(tensors) | {
@@ -46,16 +47,19 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
         "causal": any(causal),
         "windows_ahead": bool("windows" in fields and ahead),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
-        "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
+        "own_lm_head": "lm_head.weight" in tensors, "own_mask": "mask_embedding" in tensors,
+        "logit_factor": flags.get("output_multiplier", 1.0), **layouts.read_markov(source, flags, tensors),
     }
     if "DFlash2" in str(flags.get("architectures")):
         if flags.get("input_embedding_scale", 1) != 1:
             raise InputError(f"{path}: input_embedding_scale is not supported")
         tensors = {name.replace("codebook.weight", "codebook"): entry for name, entry in tensors.items()}
-        fields |= {ours: flags[key] for ours, key in SELECTOR_KEYS.items() if flags.get(key)}
+        fields["candidates"] = flags.get("selector_top_k", 16)
         fields |= _selector_sizes(path, tensors, fields["hidden_size"])
     fields["draft_vocab_size"] = draft_vocab_size(flags, tensors, fields["vocab_size"])
-    return ReadHead(fields, BLOCK, tensors)
+    if not flags.get("rope_is_neox_style", flags.get("is_neox_style", True)):
+        tensors = reordered(tensors, fields, neighbors=True)
+    return ReadHead(fields, names, tensors)
 
 
 def _selector_sizes(path: Path, tensors: dict[str, Entry], hidden: int) -> dict:

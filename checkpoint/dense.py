@@ -51,7 +51,7 @@ NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_he
 HARMLESS = re.compile("|".join(Path(__file__).with_name("harmless_keys.txt").read_text().split()))
 
 
-ON = "is_causal", "rope_is_neox_style"  # keys that change the computation if they are false
+ON = "is_causal", "rope_is_neox_style", "is_neox_style"  # keys that change the computation if they are false
 
 
 class RecordedConfig(dict):
@@ -132,7 +132,8 @@ def parts_of(
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     rows = (shape[0] // len(patterns),) * len(patterns)
     if len(patterns) > 1 and (stack := next((key for key in stacks if key in name), None)):
-        rows = stacks[stack](args.of_layer(int(layer[0])) if hasattr(args, "of_layer") else args)
+        one = args.of_layer(int(layer[0]) if layer else 0) if hasattr(args, "of_layer") else args
+        rows = stacks[stack](one)
         rows = tuple(n for n, end in zip(rows, accumulate(rows)) if end <= shape[0])  # layers may lack values
     return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts))}
 

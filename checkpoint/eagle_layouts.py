@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from checkpoint import layouts
+from checkpoint.assistant import GLOBAL_LAYER, global_layer_fields, has_gemma4_layers
 from checkpoint.configs import model_fields
 from checkpoint.dense import LAYER, NameTable, name_table, with_prefix
 from checkpoint.layouts import HeadOptions, ReadHead, draft_vocab_size, layer_flags
@@ -54,7 +55,9 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOption
     query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and heads:  # the file may have no head_dim, or a wrong one (Qwen)
         config["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, config) | layer_flags(tensors, first) | {
+    is_gemma = kind == "eagle3" and has_gemma4_layers(source)
+    fields = global_layer_fields(source) if is_gemma else model_fields(source.path, config)
+    fields |= layer_flags(tensors, first) | {
         "kind": kind, "tie_embeddings": bool(config.get("tie_word_embeddings")) and lm_head is None,
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
         "draft_window": config.get("draft_window") or 0, "own_lm_head": lm_head is not None,
@@ -121,7 +124,10 @@ def _read_eagle3(
             # SGLang builds its further layers from the first one's class. It norms their input by
             # `hidden_norm`, and never uses the other norm.
             tensors[f"layers.{k}.input_layernorm.weight"] = norm
-    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), _first_layer_prefix(tensors))
+    first = _first_layer_prefix(tensors)
+    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), first)
+    if has_gemma4_layers(source):
+        names |= with_prefix(GLOBAL_LAYER, "layer.", first)
     return ReadHead(config, names, tensors)
 
 

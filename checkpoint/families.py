@@ -89,11 +89,12 @@ class Family:
     def fields(self, source: Source) -> dict:
         """Return the fields of ModelArgs. Raises InputError on unsupported settings."""
         config = RecordedConfig(self.config(source))
-        fields = self._read_fields(source, config)
+        fields = self.read_fields(source, config)
         reject_unread(source.path, config, (*self.defaults, *self.renamed))
         return fields
 
-    def _read_fields(self, source: Source, config: RecordedConfig) -> dict:
+    def read_fields(self, source: Source, config: RecordedConfig) -> dict:
+        """Return the fields; `config` records the keys that are read. Raises InputError."""
         path = source.path
         biased = self.fixed.get("biases") or self.fixed.get("qkv_bias") or self.neighbors
         if config.get("use_bidirectional_attention") != "vision":  # "vision" concerns image tokens only

@@ -44,8 +44,6 @@ def kind_of(source: Source) -> str | None:
     kinds = f"{classes} {said} {config.get('model_type')}".lower()
     if other := re.search("(mlp|lstm)_?speculator", kinds):
         raise InputError(f"{source.path}: {other[1].upper()} speculators are not supported; use another head")
-    if "Gemma4DSpark" in classes:
-        raise InputError(f"{source.path}: DSpark heads with Gemma 4's layers are not supported; use another")
     if "gemma4_assistant" in kinds or "gemma4_unified_assistant" in kinds:
         return "mtp"
     if any(name.startswith("hydra_mlp.") for name in names):

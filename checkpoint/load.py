@@ -102,7 +102,7 @@ def is_ours(config: dict) -> bool:
 
 def is_converted(folder: str | Path) -> bool:
     """Return whether a folder holds a converted checkpoint, in any format version. Raises InputError."""
-    return (Path(folder) / CONFIG).is_file() and is_ours(read_json(Path(folder) / CONFIG))
+    return (file := Path(folder) / CONFIG).is_file() and is_ours(read_json(file))
 
 
 def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
@@ -191,7 +191,7 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     config = read_config(folder, kind)
     if config["kind"] not in extensions.HEADS:
         raise InputError(f"{folder}: is of kind {config['kind']}, expected a draft head; name another folder")
-    check_head_fits(check_config(config), target.args, str(folder))
+    check_head_fits(check_config(config), target.args, folder)
     ranks = target.ranks and target.ranks.for_heads
     head = _load(Path(folder), config, target.embed.device, target.embed.dtype, ranks)
     head.use_target(target)
@@ -245,7 +245,7 @@ def build_checked_module(folder: Path, config: dict, stored: dict[str, Stored]) 
     return module
 
 
-def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
+def check_head_fits(head: HeadArgs, target: ModelArgs, where: object) -> None:
     """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
     sizes = [
         ("vocabulary", head.vocab_size, target.vocab_size),

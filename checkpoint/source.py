@@ -37,7 +37,8 @@ WEIGHT_FILES = (
     "*_lm_head.safetensors", "*_lm_head.pt", "model-00001-of-*.safetensors", "pytorch_model-00001-of-*.bin",
 )
 PROJECTION_FILE = "warp_model.bin"  # of a PARD-2 draft model, see `checkpoint.pard2`
-SMALL_FILES = (CONFIG, "generation_config.json", PROJECTION_FILE, *TOKENIZER_FILES)
+MASK_FILE = "mask_embedding.pt"  # of a DFlash head: the mask token's embedding, or a dict with it
+SMALL_FILES = (CONFIG, "generation_config.json", PROJECTION_FILE, MASK_FILE, *TOKENIZER_FILES)
 # Files of other formats by suffix: their reader, and the function that describes a file's contents.
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
 FILE_KINDS = "checkpoint.gguf:kind_of_file"
@@ -216,8 +217,9 @@ def _open_folder(path: Path) -> Source:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
     tensors = (_of_shards if name.endswith(".json") or "-of-" in name else _one_file)(path / name, load)
-    if (path / PROJECTION_FILE).is_file():
-        tensors |= _one_file(path / PROJECTION_FILE, load)
+    for more in (PROJECTION_FILE, MASK_FILE):
+        if (path / more).is_file():
+            tensors |= _one_file(path / more, load)
     if encoder := encoder_of(path):
         check_file(path / encoder)
     if text := config.get("thinker_config", config).get("text_config"):  # of a multimodal model
@@ -261,6 +263,10 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         warnings.simplefilter("ignore")  # errors are reported once, here
         # Files from before torch 1.6 are not zip archives, cannot be mapped, and are read into memory.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if path.name == MASK_FILE:
+        values = state.values() if isinstance(state, dict) else (state,)
+        vectors = [value.flatten() for value in values if isinstance(value, Tensor)]
+        state = {"mask_embedding": vectors[0]} if len(vectors) == 1 else None
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise InputError(f"{path}: is not a state dict of tensors")
     return state

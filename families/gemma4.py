@@ -88,7 +88,7 @@ class Gemma4Block(VariantBlock):
     producer: the layer whose keys and values it reads, in a list, or []. produces: others read its own.
     """
 
-    def __init__(self, args: Gemma4Args, layer: int = 0):
+    def __init__(self, args: Gemma4Args, layer: int = 0, input_size: int | None = None):
         own = args.of_layer(layer)
         super().__init__(own, layer)
         H, size = own.hidden_size, args.layer_input_size
@@ -101,7 +101,8 @@ class Gemma4Block(VariantBlock):
         if layer >= args.num_layers - args.shared_kv_layers:
             del self.k_norm
             keys = values = 0
-        self.wqkv = Linear(H, queries + keys + (0 if self.value_is_key else values), bias=False)
+        rows = queries + keys + (0 if self.value_is_key else values)
+        self.wqkv = Linear(input_size or H, rows, bias=False)
         self.eps, self.layer_scalar = own.norm_eps, nn.Parameter(torch.ones(1))
         if size:
             self.w_input_gate, self.w_input_out = Linear(H, size, bias=False), Linear(size, H, bias=False)
@@ -135,8 +136,10 @@ class Gemma4Block(VariantBlock):
 
     def project(self, x: Tensor) -> Tensor:
         qkv = self.wqkv(self.attn_norm(x))
-        if self.producer:
-            return qkv
+        return qkv if self.producer else self.with_values(qkv)
+
+    def with_values(self, qkv: Tensor) -> Tensor:
+        """Return queries, keys and normed values, from the output of `wqkv`."""
         queries, keys, _ = self.widths
         v = qkv[..., -keys:].unflatten(-1, (-1, self.head_dim)).float()
         v = v / (ordered_sum(v * v) / self.head_dim + self.eps).sqrt()[..., None]

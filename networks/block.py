@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
-from common.schema import Flag, whole
+from common.schema import Flag, number, whole
 from head import Head
 from model import Block, KVCache, Linear, PassInputs, RMSNorm
 from networks.markov import Markov, MarkovArgs
@@ -25,6 +26,9 @@ class BlockArgs(MarkovArgs):
     from_anchor: Flag = False  # token j drafts position j+1 after the anchor; else position j
     causal: Flag = False  # causal attention within a block
     windows_ahead: Flag = False  # layers with a sliding window also attend to later tokens of the block
+    own_mask: Flag = False  # the mask token has its own embedding, `mask_embedding`
+    logit_factor: number(above=0, high=1e6) = 1.0
+    logit_cap: number(above=0, high=1e6) | None = None  # logits become cap * tanh(logits / cap)
 
     @property
     def drafts(self) -> int:
@@ -52,12 +56,12 @@ class BlockLayer(Block):
         are of the context followed by the block.
         """
         inputs = torch.cat((context, self.attn_norm(x)), 1)
-        attended = cache.attend(self, self.wqkv(inputs), shared)
+        attended = cache.attend(self, self.project(inputs), shared)
         return self.finish(x, attended[:, context.shape[1] :])
 
     def prefill(self, context: Tensor, cache: KVCache, shared: PassInputs) -> None:
         """Write the keys and values of fused features [B, C, H] to the cache."""
-        cache.attend(self, self.wqkv(context), shared)
+        cache.attend(self, self.project(context), shared)
 
 
 class BlockHead(Head, Markov):
@@ -75,6 +79,7 @@ class BlockHead(Head, Markov):
         self.hidden_norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.layers = nn.ModuleList(self.Layer(args, i) for i in range(args.num_layers))
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(args.hidden_size)) if args.own_mask else None
         self.add_markov(args)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -106,15 +111,23 @@ class BlockHead(Head, Markov):
             at = torch.arange(visible.shape[-1], device=slots.device).expand(len(slots), -1)
             near = at.scatter(1, slots, positions)[:, None] > positions[..., None] - span
             windowed = PassInputs(self.args, self.inv_freq, positions, slots, visible & near)
-        x = self.embed(self.block_tokens(anchor))
+        x = self.block_inputs(anchor)
         for layer, cache in zip(self.layers, caches):
             x = layer(x, context, cache, windowed if layer.window or layer.span else shared)
         return self.norm(self.draft_rows(x))
 
-    def block_tokens(self, anchor: Tensor) -> Tensor:
-        """Return the input tokens of blocks [..., block] of anchors [...]."""
-        masks = torch.full_like(anchor, self.args.mask_id)[..., None]
-        return torch.cat((anchor[..., None], masks.expand(*anchor.shape, self.args.block - 1)), -1)
+    def block_inputs(self, anchor: Tensor) -> Tensor:
+        """Return the embeddings of blocks [..., block, H] of anchors [...]."""
+        x = self.embed(F.pad(anchor[..., None], (0, self.args.block - 1), value=self.args.mask_id))
+        if self.mask_embedding is not None:
+            x[..., 1:, :] = self.mask_embedding
+        scale = self.args.embedding_scale(x.dtype)
+        return x if scale == 1 else x * scale
+
+    def logits(self, feature: Tensor) -> Tensor:
+        logits, factor, cap = super().logits(feature), self.args.logit_factor, self.args.logit_cap
+        logits = logits if factor == 1 else logits * factor
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def draft_rows(self, x: Tensor) -> Tensor:
         """Return the drafting tokens [..., drafts, H] of blocks [..., block, H]."""

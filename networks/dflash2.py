@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.schema import number, whole
+from common.schema import whole
 from model import KVCache, Linear, PassInputs
 from networks.block import BlockArgs, BlockHead, BlockLayer
 
@@ -26,8 +26,6 @@ class DFlash2Args(BlockArgs):
     conv_group: whole(1, 2**16) = 16  # channels
     selector_rank: whole(1, 2**16) = 256
     candidates: whole(1, 1024) = 16  # K
-    logit_factor: number(above=0, high=1e6) = 1.0
-    logit_cap: number(above=0, high=1e6) | None = None  # logits become cap * tanh(logits / cap)
 
     def constraints(self) -> list[tuple[str, bool, str]]:
         same = self.draft_vocab_size == self.vocab_size
@@ -88,10 +86,6 @@ class DFlash2Head(BlockHead):
         super().__init__(args)
         self.w_selector = Linear(args.hidden_size, args.selector_rank, bias=False)
         self.before, self.following = (nn.Embedding(args.vocab_size, args.selector_rank) for _ in range(2))
-
-    def logits(self, feature: Tensor) -> Tensor:
-        logits, cap = super().logits(feature) * self.args.logit_factor, self.args.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def pair_scores(self, hidden: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
         """Score candidates [B, 1, K] after tokens [B, R] -> float32 [B, R, K], to add to their logits.

@@ -139,7 +139,7 @@ def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -
     features: the target's [B, T, F].
     """
     context, anchors, size = head.fuse(features), batch.following(0), head.args.block
-    x = head.embed(head.block_tokens(anchors))  # [B, C, block, H]
+    x = head.block_inputs(anchors)  # [B, C, block, H]
     sees = torch.ones(size, size, dtype=torch.bool, device=x.device)
     for layer in head.layers:
         chains = BlockAttention(head, layer, context, batch.starts, sees.tril() if head.args.causal else sees)

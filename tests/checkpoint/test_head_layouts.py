@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from helpers.drafters import model_of
 from helpers.families import LAYERS, H, V, converted
-from helpers.heads import BASE, make_head, plain_layer, rms, write_head
+from helpers.heads import BASE, GEMMA4_LAYER, gemma4_layer, make_head, plain_layer, rms, write_head
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
@@ -37,8 +37,13 @@ def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
 def papers_eagle3(state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False):
     """Return (recurrent feature, logits): arXiv 2503.01840 and its variants; `feature` is the output of fc.
     """
+    is_gemma = first + "layer_scalar" in state
+    embed = embed * embed.shape[1] ** 0.5 if is_gemma else embed
     u = rms(feature, state[first + "hidden_norm.weight"])
     a = torch.cat((rms(embed[tokens], state[first + "input_layernorm.weight"]), u), -1)
+    if is_gemma:
+        x = gemma4_layer(lambda n: state.get(first + n), feature, a)
+        return x, 20 * torch.tanh(rms(x, state["norm.weight"]) @ lm_head.T / 20)
     x = plain_layer(lambda n: state.get(first + n), u if before else feature, a, hd)
     for k in range(1, layers):
         norm = state.get(f"layers.{k}.hidden_norm.weight", state[f"layers.{k}.input_layernorm.weight"])
@@ -133,6 +138,10 @@ EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
     "five features": ({"aux": 5, "eagle_config": {AUX: [1, 2, 3, 4, 5]}}, (), {}),
     "five features, the whole vocabulary (DeepSpec)": (
         {"aux": 5, "draft": V, "target_layer_ids": [1, 2, 3, 4, 5], "num_target_layers": LAYERS}, (), {}),
+    "Gemma 4's layer (DeepSpec)": (
+        {"aux": 5, "draft": V, "target_layer_ids": [1, 2, 3, 4, 5], "num_target_layers": LAYERS, "kv": 1,
+         "qk_norm": True, "first": "layers.0.", **GEMMA4_LAYER, "architectures": ["Gemma4Eagle3Model"],
+         "layer_types": ["full_attention"], "ttt_length": 7, "step_loss_decay": 0.8}, (), {}),
     "fc_norm (speculators)": (
         {**SPECULATORS, "first": "layers.0.", "fc_norm": True},
         ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"), {}),

@@ -158,9 +158,11 @@ D2T, T2D = head_state()["d2t"], head_state()["t2d"]
 BAD_HEADS = {
     **{f"a head with {key}": (folder_with("head", **{key: value}), words) for key, value, words in (
         ("odd_scale", 2.0, "odd_scale 2.0 is not supported"), ("rope_is_neox_style", False, "style false is"),
-        ("architectures", ["Gemma4DSparkModel"], "DSpark heads with Gemma 4's layers are not supported"),
         ("eagle_config", {"use_mtp_layernorm": True}, "use_mtp_layernorm true is not supported"),
         ("rope_scaling", {"rope_type": "default", "odd": 3}, "odd 3 is not supported"))},
+    "windows in Gemma 4's layers": (folder_with(
+        "head", architectures=["Gemma4Eagle3Model"], sliding_window=8, num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"]), "layers with a sliding window are not"),
     "hidden size": (only(head_state(hidden=48), config={**HEAD_CONFIG, "hidden_size": 48}), "width 48"),
     "aux layers beyond the target": (
         folder_with("head", eagle_config={AUX: [2, 4, 9]}), "reads layer 9"),

@@ -39,7 +39,7 @@ def converted(label: str, golden, target, folder, changes: dict, draft: int | No
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("label,changes,draft", (
     *((label, {}, None) for label in LABELS), ("p-eagle", {}, 90), ("jetspec", WINDOW, None),
-    ("dspark", WINDOW, None),
+    ("dspark", WINDOW | {"rope_is_neox_style": False}, None),
 ))
 def test_trees_equal_the_reference(golden, models, tmp_path, label, changes, draft, temperature):
     """Node for node at every step, so that state kept from earlier steps is covered too. At temperature 1

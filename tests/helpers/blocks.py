@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from families.mixed import causal
-from helpers.heads import layer_shapes, plain_layer, rms
+from helpers.heads import GEMMA4_LAYER, gemma4_layer, gemma4_shapes, layer_shapes, plain_layer, rms
 from model import Transformer
 
 LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
 LABELS = (
     "p-eagle", "dflash", "dflash-windows", "dflash-ahead", "jetspec", "dspark", "dspark-gated",
-    "dspark-plain", "dflash2",
+    "dspark-plain", "dspark-gemma4", "dflash2",
 )
 
 
@@ -27,17 +27,18 @@ def published(label: str, target: Transformer, draft: int | None = None):
     Weights are scaled to give confident predictions, so that trees are deep.
     """
     g, H, V = torch.Generator().manual_seed(0), target.args.hidden_size, target.args.vocab_size
-    block, D, is_p_eagle = 5, draft or V, label == "p-eagle"
+    block, D, is_p_eagle, is_gemma = 5, draft or V, label == "p-eagle", label == "dspark-gemma4"
     shapes = {
         "fc.weight": (H, (3 if is_p_eagle else 2) * H), "norm.weight": (H,), "lm_head.weight": (D, H),
         "layers.0.hidden_norm.weight" if is_p_eagle else "hidden_norm.weight": (H,),
     }
     for i in range(LAYERS):
         p, reads = f"layers.{i}.", 2 * H if is_p_eagle and i == 0 else H
-        shapes |= layer_shapes(p, H, INNER, (HEADS, KV, HD), reads) | {
+        shapes |= layer_shapes(p, H, INNER, (HEADS, 1 if is_gemma else KV, HD), reads) | {
             p + "self_attn.q_norm.weight": (HD,), p + "self_attn.k_norm.weight": (HD,),
             p + "input_layernorm.weight": (H,),
         }
+        shapes = gemma4_shapes(shapes, p, H) if is_gemma else shapes
     config = {
         "vocab_size": V, "hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": HD, "rms_norm_eps": 1e-5,
@@ -55,7 +56,9 @@ def published(label: str, target: Transformer, draft: int | None = None):
         del shapes["lm_head.weight"]
         config |= {"architectures": ["DFlashDraftModel"], "block_size": block, "dflash_config": reads}
         if label in ("dflash-windows", "dflash-ahead"):
-            reads |= {"sliding_window_non_causal": True} if label == "dflash-ahead" else {}
+            if label == "dflash-ahead":
+                reads |= {"sliding_window_non_causal": True, "final_logit_softcapping": 20.0}
+                shapes["mask_embedding"] = (H,)
             config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
         if label == "dflash2":
             config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False, "sliding_window": 7,
@@ -84,6 +87,8 @@ def published(label: str, target: Transformer, draft: int | None = None):
         if label == "dspark-gated":
             shapes |= {"markov_head.gate_proj.weight": (r, H + r), "markov_head.gate_proj.bias": (r,)}
             config["markov_head_type"] = "gated"
+        if is_gemma:
+            config |= GEMMA4_LAYER | {"layer_types": ["full_attention"] * LAYERS}
     times = {"norm.weight": 12.0, "markov_head.markov_w1.weight": 6.0, "confidence_head.proj.weight": 0.02}
     tensors = {
         name: times.get(name, 1.0) * (("norm" in name) + 0.3 * torch.randn(shape, generator=g))
@@ -113,6 +118,9 @@ class Reference:
     def layer(self, i: int, x: Tensor, read: Tensor, **seen) -> Tensor:
         """Layer i, see `plain_layer`."""
         p = f"layers.{i}."
+        if p + "layer_scalar" in self.t:
+            return gemma4_layer(lambda n: self.t.get(p + n), x, read, **seen)
+        seen["neighbors"] = not self.config.get("rope_is_neox_style", True)  # LiquidAI's
         return plain_layer(lambda n: self.t.get(p + n), x, read, HD, self.config["rope_theta"], **seen)
 
     def features(self, ids: list[int], outputs: list[int]) -> Tensor:
@@ -127,6 +135,9 @@ class Reference:
         n, size, c = len(ids) - 1, self.config["block_size"], self.config
         context = self.norm(self.features(ids, c["target_layer_ids"]) @ self.t["fc.weight"].T, "hidden_norm")
         x = self.target.embed.weight[[ids[-1]] + [c["mask_token_id"]] * (size - 1)]
+        if "mask_embedding" in self.t:
+            x[1:] = self.t["mask_embedding"]
+        x = x * x.shape[-1] ** 0.5 if "layers.0.layer_scalar" in self.t else x
         back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
         ahead = bool(c.get("sliding_window_non_causal")) or c.get("is_causal") is False
         windows = {
@@ -168,7 +179,10 @@ class Reference:
         """Return log-probabilities of the draft ids after the token `before` [Vd]. noise [V]: Gumbel noise of
         its position.
         """
-        t, logits, read, sure = self.t, self.lm_head @ row, row, 0.0
+        t, c, read, sure = self.t, self.config, row, 0.0
+        logits = self.lm_head @ row * c.get("output_multiplier", 1)
+        if cap := c.get("final_logit_softcapping"):
+            logits = cap * torch.tanh(logits / cap)
         if "markov_head.markov_w1.weight" in t:
             e = t["markov_head.markov_w1.weight"][before]
             read, gate = torch.cat((row, e)), t.get("markov_head.gate_proj.weight")
@@ -179,8 +193,7 @@ class Reference:
             weight, bias = (t[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
             sure = F.logsigmoid(F.linear(read, weight, bias))
         if "selector_rank" in self.config:
-            cap, s = self.config["final_logit_softcapping"], "candidate_selector."
-            logits = cap * torch.tanh(logits * self.config["output_multiplier"] / cap)
+            s = "candidate_selector."
             gate = t[s + "predecessor_codebook"][before] * (t[s + "hidden_projection.weight"] @ row)
             keep = logits.topk(self.config["selector_top_k"]).indices
             logits = torch.full_like(logits, float("-inf")).index_copy(0, keep, (

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,8 @@ def make_head(
             shapes |= {f"{p}self_attn.{x}_proj.bias": (n * hd,) for x, n in (("q", 4), ("k", kv), ("v", kv))}
         if qk_norm:
             shapes |= {f"{p}self_attn.{x}_norm.weight": (hd,) for x in "qk"}
+        if "global_head_dim" in changes:
+            shapes = gemma4_shapes(shapes, p, hidden)
         if kind == "eagle3":
             shapes[p + "input_layernorm.weight"] = (hidden,)
             if k == 0:
@@ -77,7 +80,10 @@ def make_head(
 def write_head(folder: Path, state: dict, config: dict) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    own = {n: t.contiguous() for n, t in state.items() if n != "mask_embedding"}
+    save_file(own, folder / "model.safetensors")
+    if "mask_embedding" in state:
+        torch.save(state["mask_embedding"], folder / "mask_embedding.pt")
     return folder
 
 
@@ -92,22 +98,29 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Apply RoPE to x [n, heads, hd] at these positions [n]."""
+def rotated(
+    x: Tensor, positions: Tensor, theta: float, pairs: int | None = None, neighbors: bool = False
+) -> Tensor:
+    """Apply RoPE to x [n, heads, hd] at these positions [n]. pairs: how many are rotated; default: all.
+    neighbors: channels 2j and 2j + 1 are a pair; the result is in another order, the same for q and k.
+    """
     half = x.shape[-1] // 2
-    angle = (positions[:, None] * theta ** (-torch.arange(half) / half)).repeat(1, 2)[:, None]
+    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if neighbors else x
+    each = theta ** (-torch.arange(half) / half) * (torch.arange(half) < (pairs or half))
+    angle = (positions[:, None] * each).repeat(1, 2)[:, None]
     return x * angle.cos() + torch.cat((-x[..., half:], x[..., :half]), -1) * angle.sin()
 
 
 def plain_layer(
     get: Callable[[str], Tensor | None], residual: Tensor, read: Tensor, hd: int, theta: float = 1e4,
     keys: Tensor | None = None, sees: Tensor | None = None, after=lambda x: x,
-    around_mlp=lambda m: (m, lambda x: x),
+    around_mlp=lambda m: (m, lambda x: x), activation=F.silu, pairs: int | None = None,
+    neighbors: bool = False,
 ) -> Tensor:
     """One layer as in the papers, on published tensors: get(name) returns None if there is no such tensor.
     read [n, ...]: the normed input. keys [m, ...]: all rows to attend to, with `read` as the last ones;
     default: `read`. sees [n, m] bool: the mask, default causal. after: applied to attention's output.
-    around_mlp(normed input): the input, and a function of the output.
+    around_mlp(normed input): the input, and a function of the output. pairs, neighbors: see `rotated`.
     """
     keys = read if keys is None else keys
     at, own = torch.arange(len(keys)), torch.arange(len(keys))[-len(read) :]
@@ -118,11 +131,44 @@ def plain_layer(
         x, norm = x.view(len(x), -1, hd), get(f"self_attn.{part}_norm.weight")
         return x if norm is None else rms(x, norm)
 
-    q, k, v = rotated(heads(read, "q"), own, theta), rotated(heads(keys, "k"), at, theta), heads(keys, "v")
+    q = rotated(heads(read, "q"), own, theta, pairs, neighbors)
+    k, v = rotated(heads(keys, "k"), at, theta, pairs, neighbors), heads(keys, "v")
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / hd**0.5
     out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, float("-inf")).softmax(-1), v).flatten(1)
     x = residual + after(out @ get("self_attn.o_proj.weight").T)
     m, after_mlp = around_mlp(rms(x, get("post_attention_layernorm.weight")))
     gate, up = m @ get("mlp.gate_proj.weight").T, m @ get("mlp.up_proj.weight").T
-    return x + after_mlp((F.silu(gate) * up) @ get("mlp.down_proj.weight").T)
+    return x + after_mlp((activation(gate) * up) @ get("mlp.down_proj.weight").T)
+
+
+GEMMA4_LAYER = {  # heads of 12 channels with 3 rotated pairs, values from the key projection
+    "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 12,
+    "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "final_logit_softcapping": 20.0, "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 7,
+    "rope_parameters": {
+        "rope_theta": None, "rope_type": "default",
+        "full_attention": {
+            "partial_rotary_factor": 0.5, "rope_theta": 5000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}
+GEMMA4_NORMS = "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+
+
+def gemma4_shapes(shapes: dict[str, tuple[int, ...]], prefix: str, hidden: int) -> dict:
+    """Return the shapes of a layer's tensors with those that only Gemma 4 has, without those it lacks."""
+    return {name: shape for name, shape in shapes.items() if not name.endswith("v_proj.weight")} | {
+        f"{prefix}{norm}.weight": (hidden,) for norm in GEMMA4_NORMS} | {f"{prefix}layer_scalar": (1,)}
+
+
+def gemma4_layer(get: Callable[[str], Tensor | None], residual: Tensor, read: Tensor, **more) -> Tensor:
+    """Run a layer of `GEMMA4_LAYER`, see `plain_layer`: values are normed and scores are not scaled."""
+    renamed = {"post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
+               "self_attn.v_proj.weight": "self_attn.k_proj.weight"}
+    fixed = {"self_attn.q_norm.weight": get("self_attn.q_norm.weight") * 12**0.5,
+             "self_attn.v_norm.weight": torch.ones(12)}
+    after, after_mlp = (lambda x, n=n: rms(x, get(f"{n}.weight")) for n in GEMMA4_NORMS[::2])
+    gelu = partial(F.gelu, approximate="tanh")
+    return get("layer_scalar") * plain_layer(
+        lambda name: fixed[name] if name in fixed else get(renamed.get(name, name)), residual, read, 12,
+        5000.0, after=after, around_mlp=lambda m: (m, after_mlp), pairs=3, activation=gelu, **more)
