@@ -46,7 +46,7 @@ def _round_span(exact: Tensor, hessian: Tensor, units: Tensor, group: int, q: Te
     factor /= diagonal
     importance = diagonal.square()
     wanted = exact.clone()  # targets of rounding, given the errors so far
-    errors = torch.empty(group, N)
+    rounded, errors = torch.empty(2, group, N)
     for start in range(0, K, group):
         end = start + group
         # Scales are chosen for the group's targets without the group's own rounding errors.
@@ -59,9 +59,9 @@ def _round_span(exact: Tensor, hessian: Tensor, units: Tensor, group: int, q: Te
         inverse = torch.where(scale == 0, 1, scale).reciprocal_()
         for i, k in enumerate(range(start, end)):
             value = wanted[k] if i == 0 else wanted[k].addmv_(errors[:i].t(), factor[start:k, k])
-            rounded = (value + minimum).mul_(inverse).round_().clamp_(0, 15)
-            q[k] = rounded
-            torch.addcmul(exact[k] + minimum, rounded, scale, value=-1, out=errors[i])
+            torch.mul(value + minimum, inverse, out=rounded[i]).round_().clamp_(0, 15)
+            torch.addcmul(exact[k] + minimum, rounded[i], scale, value=-1, out=errors[i])
+        q[start:end] = rounded
         wanted[end:].addmm_(factor[start:end, end:].t(), errors)
 
 
