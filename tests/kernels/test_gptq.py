@@ -30,8 +30,8 @@ def test_gptq_beats_rounding_to_nearest(inputs, group, span, monkeypatch):
     scales = kind.fit(weight)
     nearest = kind.dequantize(kind.round(weight, *scales), *scales)
     for x in (seen, unseen):
-        error, error_nearest = ((x @ (stored - weight).t()).norm() for stored in (kind.dequantize(*found), nearest))
-        assert error < 0.75 * error_nearest
+        error, of_nearest = ((x @ (w - weight).t()).norm() for w in (kind.dequantize(*found), nearest))
+        assert error < 0.75 * of_nearest
 
 
 def test_uncorrelated_inputs_round_to_nearest():
