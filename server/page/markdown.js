@@ -47,7 +47,7 @@ export function render(into, source, marks, copier) {
   }
   for (const code of into.querySelectorAll("pre > code")) {
     const language = /language-(\S+)/.exec(code.className)?.[1] ?? "", text = code.textContent;
-    if (globalThis.hljs.getLanguage(language)) code.innerHTML = globalThis.hljs.highlight(text, { language }).value;
+    if (globalThis.hljs?.getLanguage(language)) code.innerHTML = globalThis.hljs.highlight(text, { language }).value;
     code.parentElement.tabIndex = 0;
   }
   if (marks?.length) color(into, source, marks);

@@ -31,7 +31,8 @@ export function draw(into, { texts, parent, path, scores }) {
   };
   place(0, 0);
   const depth = Math.max(...places.map(({ x }) => x)) + WIDTH;
-  const picture = svg("svg", { width: depth, height: rows * HEIGHT + 2 * GAP, role: "img" });
+  const picture = svg("svg", { width: depth, height: rows * HEIGHT + 2 * GAP, role: "img",
+    "aria-label": `Accepted: ${path.slice(1).map((i) => texts[i]).join(" ") || "none"}` });
   for (let i = 1; i < texts.length; i++) {
     const from = places[parent[i]], to = places[i];
     picture.append(svg("line", {

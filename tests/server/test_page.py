@@ -78,18 +78,20 @@ def test_a_first_visit_an_answer_its_tree_and_an_export(page):
     expect(page.locator(".speedup")).to_contain_text("identical output")
     expect(page.locator("#drawing")).to_be_hidden()
     page.locator("#tree summary").click()
-    assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
-    assert "taken" not in (page.locator("#drawing g").first.get_attribute("class") or "")
     steps = int(page.locator("#step").inner_text().split()[-1])
-    expect(page.get_by_role("button", name="Later step")).to_be_disabled()
-    press(page, "Earlier step")
-    expect(page.locator("#step")).to_have_text(f"Step {steps - 1} of {steps}")
+    expect(page.get_by_role("button", name="Next tree")).to_be_disabled()
+    press(page, "Previous tree")
+    expect(page.locator("#step")).to_have_text(f"Tree {steps - 1} of {steps}")
+    while not (accepted := page.locator("#drawing g.taken").count()):
+        press(page, "Previous tree")
+    expect(page.locator("#tree summary")).to_contain_text(f"{accepted} of ")
+    assert "taken" not in (page.locator("#drawing g").first.get_attribute("class") or "")
     page.locator("#drawing g").nth(1).click()
     expect(page.locator("#tip")).to_contain_text(re.compile(r"likely, with its path .* %$"))
     page.reload()
-    expect(page.locator("#step")).to_have_text(f"Step {min(steps, 32)} of {min(steps, 32)}")
+    expect(page.locator("#step")).to_have_text(f"Tree {min(steps, 32)} of {min(steps, 32)}")
     with page.expect_download() as download:
-        press(page, "Export conversation")
+        press(page, "Export chat")
     assert "**user**" in download.value.path().read_text()
 
 
@@ -108,7 +110,7 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     other.goto(page.url)
     write(page, "more")
     expect(other.locator(".user")).to_have_count(2)
-    press(other, "New conversation")
+    press(other, "New chat")
     write(other, "third")  # two tabs keep what both have
     names = page.locator("#conversations .pick")
     expect(names).to_have_text(["third", "second", "first"])
@@ -117,13 +119,13 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     expect(page.locator(".assistant .text")).to_have_text(text)
     page.once("dialog", lambda dialog: dialog.accept("the oldest"))
     press(page, "Rename first")
-    page.get_by_label("Search in conversations").fill("OLDEST")
+    page.get_by_label("Search chats").fill("OLDEST")
     expect(names).to_have_text(["the oldest"])
-    page.get_by_label("Search in conversations").fill("second")  # a message, too
+    page.get_by_label("Search chats").fill("second")  # a message, too
     expect(names).to_have_text(["second"])
-    page.get_by_label("Search in conversations").fill("nowhere")
-    expect(page.locator("#conversations")).to_have_text("No matching conversation.")
-    page.get_by_label("Search in conversations").fill("")
+    page.get_by_label("Search chats").fill("nowhere")
+    expect(page.locator("#conversations")).to_have_text("No results.")
+    page.get_by_label("Search chats").fill("")
     page.once("dialog", lambda dialog: dialog.accept("first"))
     press(page, "Rename the oldest")
     press(page, "Delete first")
@@ -133,7 +135,7 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     expect(names).to_have_text(["third", "second", "first"])
     page.get_by_label("Temperature").fill("1000")
     page.get_by_label("Seed").focus()
-    expect(page.locator("#banner")).to_contain_text("from 0 to 100")
+    expect(page.locator("#banner")).to_contain_text("must be 0 to 100")
     page.keyboard.press("Escape")
     expect(page.locator("#banner")).to_be_hidden()
 
@@ -143,7 +145,7 @@ def test_a_phone_in_the_dark(page):
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
     light = back()
-    press(page, "Dark or light")
+    press(page, "Dark mode")
     dark = back()
     page.set_viewport_size(PHONE)
     page.reload()
@@ -156,8 +158,8 @@ def test_a_phone_in_the_dark(page):
     page.locator("#tree summary").click()  # it covers no part of the answer
     expect(page.get_by_role("button", name="Regenerate")).to_be_in_viewport()
     expect(page.locator("#side")).to_be_hidden()
-    press(page, "Conversations")
-    press(page, "New conversation")
+    press(page, "Chats")
+    press(page, "New chat")
     expect(page.locator("#side")).to_be_hidden()
     assert page.locator(".message").count() == 0
 
@@ -261,8 +263,8 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     expect(page.locator(".assistant .text")).to_have_text(text)
     begin_another()
     page.locator("#tree summary").click()
-    expect(page.get_by_role("button", name="Earlier step")).to_be_enabled()
-    press(page, "Earlier step")
+    expect(page.get_by_role("button", name="Previous tree")).to_be_enabled()
+    press(page, "Previous tree")
     chosen = page.locator("#step").inner_text().split()[1]
     expect(page.locator("#step")).not_to_have_text(re.compile(f"of {int(chosen) + 1}$"))  # more steps come
     assert page.locator("#step").inner_text().split()[1] == chosen
