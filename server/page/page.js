@@ -8,7 +8,7 @@ const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "compare", "colored
 const STORED_TREES = 32; // draft trees stored with the open conversation
 const MIN_COMPARED_TOKENS = 40; // speeds of shorter answers are not compared
 const PROMPTS = [ // with high acceptance
-  "Write a Python function that computes the mean of a list of numbers.", "List the months of the year.",
+  "Write a Python function that checks whether a string is a palindrome.", "List the months of the year.",
   "What are the planets of the solar system?", "Write a letter to a friend about the sea.",
 ];
 const ICONS = {
@@ -176,8 +176,7 @@ function welcome() {
   const explained = drafts
     ? "Draft tokens are verified in one forward pass: same output, fewer steps."
     : "Plain decoding; start the server with --speculate to draft.";
-  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Highlighted text"),
-    " is accepted draft tokens.");
+  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Highlighted text"), ": accepted draft tokens");
   return element("section", { class: "welcome" },
     element("p", {}, `Chat with ${$("model").textContent || "a model"} on this server. ${explained}`), ...(drafts ? [legend] : []),
     element("div", { class: "prompts" },
@@ -533,7 +532,7 @@ async function reply({ before, words, title, edit }) {
     if (!follows) $("messages").scrollTop = at;
   }
   if (error && !watching) notify(error);
-  else if (old && unfinished && message.content && !mine.left) {
+  else if (!error && old && unfinished && message.content && !mine.left) {
     notify("Stopped.", "Restore previous answer", () => put(conversation, old));
   }
 }

@@ -213,7 +213,12 @@ def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
         fill(page, most=5)
         press(page, "Regenerate")
         ended(page)
-        expect(page.locator(".assistant .figures")).to_contain_text("tokens")
+        expect(page.locator(".assistant .figures")).to_contain_text("token limit")
+        fill(page, most=1900)
+        press(page, "Regenerate")
+        expect(page.locator(".assistant .figures")).to_contain_text("tokens/s", timeout=30_000)
+    expect(page.locator(".assistant .figures")).to_contain_text("token limit")  # the previous answer
+    expect(page.locator("#banner")).to_contain_text("unreachable")
 
 
 def test_messages_are_refused_edited_and_deleted(page):
