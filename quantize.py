@@ -49,7 +49,7 @@ PROMPTS = (  # their answers are the default calibration text
 
 GROUP = 32
 CALIBRATION_LENGTH = 256  # tokens per sequence of --calibrate
-SEQUENCES, MAX_NEW_TOKENS = 32, 224  # sequences that the target generates, and new tokens of each
+SEQUENCES, MAX_NEW_TOKENS = 16, 224  # sequences that the target generates, and new tokens of each
 
 
 def parser() -> Options:
