@@ -244,11 +244,13 @@ FAMILIES = {
     for names, row in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
     for name in names.split()
 }
-FOLDER = "is read from its Hugging Face folder only; name that, or its hub id"
+EXPERTS = "Granite with experts is not supported; dense models are"
 REFUSED = {  # name patterns: why the models are not supported
     r"(gguf:)?nemotron_?h.*": "Nemotron-H is not supported: layers with one mixer, MLPs and experts without a"
                               " gate are missing (its Mamba-2 layers are supported)",
-    r"gguf:granitehybrid.*": f"Granite 4 H {FOLDER}", "gguf:chatglm": f"GLM-4-9B of 2024 {FOLDER}",
+    r"granitemoe(shared)?for.*|gguf:granite.*\+experts": EXPERTS,
+    "gguf:granitehybrid": "Granite 4 H is read from its Hugging Face folder only; name that, or its hub id",
+    "(gguf:)?chatglm.*": "GLM-4-9B of 2024 is read in transformers' layout only: zai-org/glm-4-9b-chat-hf",
 }
 TILED = "gguf:qwen35", "gguf:qwen35moe+experts"  # value heads are tiled over key heads there
 

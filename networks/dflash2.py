@@ -42,7 +42,8 @@ class GroupedConvolution(nn.Module):
     def __init__(self, args: DFlash2Args):
         super().__init__()
         self.taps, self.group = args.conv_taps, args.conv_group
-        self.base = nn.Parameter(torch.zeros(2, self.taps, args.hidden_size))
+        # No parameter: quantization takes those of three dimensions for experts.
+        self.register_buffer("base", torch.zeros(2, self.taps, args.hidden_size))
         self.w_kernel = Linear(args.hidden_size, 2 * self.taps * args.hidden_size // self.group, bias=False)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:

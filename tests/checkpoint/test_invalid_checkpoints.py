@@ -139,7 +139,14 @@ BAD_TARGETS = {
         "[32, 60] does not fit pard2_target_layers [-1, -2]"),
     "Nemotron-H": (folder_with("NemotronH"), "layers with one mixer, MLPs and experts without a gate are"),
     "Granite 4 H as GGUF": (gguf_file(arch="granitehybrid"), "Granite 4 H is read from its Hugging Face fol"),
-    "GLM-4-9B of 2024 as GGUF": (gguf_file(arch="chatglm"), "GLM-4-9B of 2024 is read from its Hugging Fac"),
+    "Granite 4 H with experts as GGUF": (gguf_file(
+        arch="granitehybrid", extra=lambda w: w.add_expert_count(64)), "Granite with experts is not supp"),
+    "Granite 3 with experts": (folder_with("GraniteMoe"), "Granite with experts is not supported"),
+    "Granite 4 with experts": (
+        folder_with("GraniteMoeHybrid", num_local_experts=64), "num_local_experts 64 is not supported"),
+    "Nemotron-H as GGUF": (gguf_file(arch="nemotron_h"), "layers with one mixer, MLPs and experts without a"),
+    **{f"GLM-4-9B of 2024, {form}": (make, "GLM-4-9B of 2024 is read in transformers' layout only: zai")
+       for form, make in (("GGUF", gguf_file(arch="chatglm")), ("folder", folder_with("ChatGLM")))},
     "an unknown key of a GGUF": (gguf_file(extra=lambda w: w.add_clamp_kqv(8.0)), "clamp_kqv 8.0 is"),
     "attention in both directions of a GGUF": (
         gguf_file(extra=lambda w: w.add_causal_attention(False)), "is_causal false is not supported"),

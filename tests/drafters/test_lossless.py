@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.blocks import published
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
 from helpers.families import converted
 from helpers.heads import add_heads, write_head
-from helpers.published import PUBLISHED, convert_published
+from helpers.published import HEADS, PUBLISHED, convert_published, published_head
 
 from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
@@ -155,12 +154,12 @@ QUICK = {
     ("gpt-oss", "bf16", "eagle3"), ("allenai/Olmo-3-7B-Instruct", "int8", "eagle3"),
     ("HuggingFaceTB/SmolLM3-3B", "int8", "eagle3"), ("Gemma 3", "bf16", "eagle3"),
     ("ibm-granite/granite-4.0-micro", "int4", "eagle3"), ("GLM-4.7-Flash", "int4", "mtp"),
-    ("LiquidAI/LFM2.5-1.2B-Instruct", "int8", "dspark"),
+    ("LiquidAI/LFM2.5-2.6B", "int8", "LiquidAI/LFM2.5-2.6B-DSpark"),
+    ("google/gemma-4-12B-it", "bf16", "deepseek-ai/dspark_gemma4_12b_block7"),
+    ("google/gemma-4-12B-it", "int4", "deepseek-ai/eagle3_gemma4_12b_ttt7"),
 }
-OWN_HEADS = [  # of families, but Gemma 4's assistants: see test_assistant.py
-    ("GLM-4.7-Flash", "mtp"), ("LiquidAI/LFM2.5-1.2B-Instruct", "dspark"),
-    ("google/gemma-4-12B-it", "dflash"),
-]
+# Of families, but Gemma 4's assistants: see test_assistant.py.
+OWN_HEADS = [("GLM-4.7-Flash", "mtp"), *((target, head) for head, (target, *_) in HEADS.items())]
 GROUPED = {  # groups of 32 divide them
     "eagle3": {"head_dim": 16},
     "mtp": {"head_dim": 8, "v_head_dim": 32, "qk_nope_head_dim": 24, "q_lora_rank": 32},
@@ -183,8 +182,8 @@ def test_quantized_families(tmp_path, name, mode, kind):
     if kind == "eagle3":
         add_heads(tmp_path, folder, 64)
     elif kind != "mtp":
-        write_head(tmp_path / "head", *published(kind, load_model(folder)[0]))
-        convert(tmp_path / "head", target=folder, quiet=True)
+        write_head(tmp_path / "head", *published_head(kind, load_model(folder)[0]))
+        kind = convert(tmp_path / "head", target=folder, quiet=True).name
     if mode != "bf16":
         options = ["--group", "32", "--method", "nearest"] if mode == "int4" else []
         source, folder = folder, tmp_path / mode

@@ -53,7 +53,8 @@ def published(label: str, target: Transformer, draft: int | None = None):
             "num_draft_steps": block - 1, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         }
     elif "dspark" not in label:
-        del shapes["lm_head.weight"]
+        if not draft:
+            del shapes["lm_head.weight"]
         config |= {"architectures": ["DFlashDraftModel"], "block_size": block, "dflash_config": reads}
         if label in ("dflash-windows", "dflash-ahead"):
             if label == "dflash-ahead":

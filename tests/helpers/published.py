@@ -1,4 +1,6 @@
-"""Configs of published models (`published.json`: their text parts as published), reduced to tiny sizes."""
+"""Configs of published models and heads (`published.json`: their text parts as published), reduced to tiny
+sizes.
+"""
 import json
 from pathlib import Path
 
@@ -6,16 +8,25 @@ import torch
 import transformers
 
 from checkpoint.convert import convert
+from helpers.blocks import published
 from helpers.families import EARS, EYES, LAYERS, V, as_thinker
+from helpers.heads import GEMMA4_LAYER, make_head
 
 PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text())
+# Draft heads: their target in PUBLISHED, kind of `blocks.published` or EAGLE-3 with Gemma 4's layer, config.
+HEADS = json.loads(Path(__file__).with_name("published_heads.json").read_text())
+OF_HEADS = {  # keys of sizes
+    "vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+    "num_attention_heads", "num_key_value_heads", "global_head_dim", "num_target_layers", "target_layer_ids",
+    "block_size", "mask_token_id", "markov_rank", "conv_group_size", "selector_rank",
+}
 CUT = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), V), "num_hidden_layers": LAYERS,
     **dict.fromkeys(("hidden_size", "block_dim", "conv_dim", "conv_dim_out"), 64), "block_multiple_of": 16,
     **dict.fromkeys(("intermediate_size", "block_ff_dim", "shared_intermediate_size"), 96),
     **dict.fromkeys(("num_attention_heads", "num_heads"), 4), "num_global_key_value_heads": 1,
     **dict.fromkeys(("num_experts", "n_routed_experts"), 6), "moe_intermediate_size": 32,
-    **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2), "num_kv_shared_layers": 3,
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2), "num_kv_shared_layers": 2,
     **dict.fromkeys(("head_dim", "v_head_dim", "mamba_d_head"), 16), "global_head_dim": 32,
     "mamba_n_heads": 8, "mamba_d_state": 12, "kv_lora_rank": 32, "q_lora_rank": 32,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "hidden_size_per_layer_input": 32,
@@ -69,3 +80,30 @@ def convert_published(folder: Path, name: str, dtype: str = "keep") -> Path:
     """Convert such a model; return its folder."""
     make_published(folder / "in", name)
     return convert(folder / "in", folder / "out", dtype=dtype, quiet=True)
+
+
+def published_head(name: str, target) -> tuple[dict, dict]:
+    """Return (tensors, config) of a tiny random head with the config of a published one."""
+    _, label, whole = HEADS[name]
+    draft, a = 90 if "draft_vocab_size" in whole else None, target.args
+    if label == "eagle3-gemma4":
+        ids = list(range(1, a.num_layers - 1, 2))
+        tensors, made = make_head(
+            "eagle3", draft=a.vocab_size, vocab=a.vocab_size, hidden=a.hidden_size, target=a.hidden_size,
+            kv=1, aux=len(ids), qk_norm=True, first="layers.0.", **GEMMA4_LAYER)
+        made |= {"target_layer_ids": ids, "num_target_layers": a.num_layers}
+    else:
+        tensors, made = published(label, target, draft=draft)
+    sizes = {key: value for key, value in (
+        made | made.get("dflash_config", {}) | {"draft_vocab_size": draft}).items() if key in OF_HEADS}
+
+    def sized(config: dict) -> dict:
+        found = {key: sizes.get(key, value) for key, value in config.items()}
+        found |= {key: sized(value) for key, value in config.items() if isinstance(value, dict)}
+        if "layer_types" in config:
+            found["layer_types"] = config["layer_types"][-made["num_hidden_layers"] :]
+        if "aux_hidden_state_layer_ids" in config:
+            found["aux_hidden_state_layer_ids"] = [i + 1 for i in sizes["target_layer_ids"]]
+        return found
+
+    return tensors, sized(whole)
