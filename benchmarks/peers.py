@@ -130,10 +130,11 @@ def processes_of(o, stop_ids: list[int], slots: int, started: contextlib.ExitSta
         for name, tree in trees.items() if o.openvino_head else ():
             found[f"OpenVINO, EAGLE-3, {name}"] = Entry(peer.contender(stop_ids, tree), "OpenVINO")
     for how in ({}, *map(json.loads, o.vllm_speculate)) if o.vllm else ():
-        name = ", ".join([f"vLLM {Path(o.vllm_model).name}", *(Path(str(value)).name for value in how.values())])
+        words = [Path(str(word)).name for word in (o.vllm_model, *how.values())]  # without folders
+        name = f"vLLM {', '.join(words)}"
         options = {"max_model_len": slots, "speculative_config": how or None}
         peer = started.enter_context(Worker("vllm", o.vllm, o.vllm_model, threads=o.threads, **options))
-        found[name] = Entry(peer.contender(stop_ids), name.partition(", ")[0] if how else None)
+        found[name] = Entry(peer.contender(stop_ids), f"vLLM {words[0]}" if how else None)
     return found
 
 
