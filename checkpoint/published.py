@@ -19,11 +19,11 @@ from torch import Tensor
 from checkpoint.source import QUANTIZATION, Entry, Grouped
 from common.errors import InputError, library_errors
 from kernels.quantized import e2m1
-from kernels.stored import GROUPS, Kind, numbers, pack_values, regroup
+from kernels.stored import GROUPS, Kind, pack_values, regroup
 
 PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a quantized layer
     f"weight_{part}" for part in
-    ("packed", "scale", "scale_inv", "global_scale", "zero_point", "shape", "g_idx")}
+    ("packed", "scale", "scale_2", "scale_inv", "global_scale", "zero_point", "shape", "g_idx")}
 # Keys about quantization of activations and KV caches, which are ignored.
 UNUSED = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale|scale_ub)$")
 WORDS, INTEGERS = (torch.int32,), (torch.int32, torch.int8, torch.int64)
@@ -34,34 +34,43 @@ Parts = dict[str, Entry]
 
 
 class Codes(NamedTuple):
-    """A matrix w = q * scale - minimum: q [N, K] in bytes, scale and minimum [N, groups] float32."""
+    """A matrix w = (q - zero) * scale: q [N, K] in bytes, scale and zero [N, groups] float32."""
 
     q: Tensor
     scale: Tensor
-    minimum: Tensor | None = None
+    zero: Tensor | None = None
 
 
 class Layer(NamedTuple):
-    """A quantized layer. shape: of its weight. order: permutation that sorts the inputs by group, or None."""
+    """A quantized layer. shape: of its weight. minima: zero points are stored as minima. order: permutation
+    that sorts the inputs by group, or None.
+    """
 
     shape: tuple[int, int]
     read: Callable[[], Codes]
-    mode: str  # of its `Kind`; with 4 bits, q4 where the kernels have it
+    mode: str  # of its `Kind`; q4 where the kernels have it
+    minima: bool
     groups: int
-    minima: bool = False
     order: Tensor | None = None
 
     def stored(self, kind: Kind, to: Kind, times: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return integers and scales in kind `to`; `kind` has `times` scales for each of ours."""
-        q, *scales = self.read()
-        scale = torch.cat([x.repeat_interleave(times, 1) for x in scales if x is not None], 1)
-        return q if self.order is None else q[:, self.order], *regroup(kind, to, scale, None)
+        q, scale, zero = self._in_groups()
+        if zero is not None and not self.minima:
+            q = (q - zero[..., None]).to(torch.int8)
+        scale = torch.cat([scale, scale * zero] if self.minima else [scale], 1).repeat_interleave(times, 1)
+        return q.flatten(1), *regroup(kind, to, scale, None)
 
     def numbers(self) -> Tensor:
         """Return the weight in float32."""
-        kind = Kind("q8", 1, 0, self.minima)  # of any group
-        weight = numbers(kind, *self.stored(kind, kind, 1))
+        q, scale, zero = self._in_groups()
+        weight = ((q.float() if zero is None else q - zero[..., None]) * scale[..., None]).flatten(1)
         return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def _in_groups(self) -> Codes:
+        """Read the layer with its inputs sorted: q [N, groups, K / groups]."""
+        q, *scales = self.read()
+        return Codes((q if self.order is None else q[:, self.order]).unflatten(1, (self.groups, -1)), *scales)
 
     def grouped(self) -> Grouped | None:
         """Return the weight in a kind of `kernels.stored`; None if no kind represents it."""
@@ -108,12 +117,22 @@ def _order(entry: Entry | None, groups: int) -> Tensor | None:
     return None if bool((of.diff() >= 0).all()) else of.argsort(stable=True)
 
 
+def _zero_points(bits: int, scale: Entry) -> tuple[str, bool]:
+    """Return mode and `minima` of a layer with zero points.
+
+    zero * scale is exact in float32 if the scale's last bits are 0, as those of a 16-bit one. Otherwise q -
+    zero is stored, with 5 bits or, for 8 bits, which no mode holds, not.
+    """
+    exact = bits == 8 or scale.dtype != torch.float32 or not (scale.read().view(torch.int32) & 15).any()
+    return "q8" if bits == 8 else "q4" if exact else "q6", bool(exact)
+
+
 def _gptq(layer: Parts, said: dict) -> Layer:
     """Read a GPTQ layer. Version 1 of the format stores zero points minus 1."""
     (rows, N), groups, order = layer["qweight"].shape, layer["scales"].shape[0], layer.get("g_idx")
     bits, missing = 32 * layer["qzeros"].shape[1] // N, int(said.get("checkpoint_format") != "gptq_v2")
-    if bits not in METHODS["gptq"]["bits"] or (bits != said["bits"] and not said.get("dynamic")):
-        raise ValueError(f"has {bits} bits, its config says {said['bits']}")
+    if bits not in METHODS["gptq"]["bits"] or bits not in (known := {one["bits"] for one in _schemes(said)}):
+        raise ValueError(f"has {bits} bits, its config says {' or '.join(map(str, known))}")
     K = rows * 32 // bits
     _expect(layer, qweight=(WORDS, (rows, N)), qzeros=(WORDS, (groups, N * bits // 32)),
             scales=(FLOATS, (groups, N)), g_idx=order and (INTEGERS, (K,)))
@@ -126,9 +145,9 @@ def _gptq(layer: Parts, said: dict) -> Layer:
             raise ValueError(f"sym is true, but its zeros are not {1 << bits - 1}; check checkpoint_format")
         if bits == 8:
             q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
-        return Codes(q, scale, scale * zeros)
+        return Codes(q, scale, zeros)
 
-    return Layer((N, K), read, "q8" if bits == 8 else "q4", groups, True, _order(order, groups))
+    return Layer((N, K), read, *_zero_points(bits, layer["scales"]), groups, _order(order, groups))
 
 
 def _awq(layer: Parts, said: dict) -> Layer:
@@ -140,9 +159,9 @@ def _awq(layer: Parts, said: dict) -> Layer:
         q, zeros = (unpack(layer[part].read(), 4).unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).t()
                     for part in ("qweight", "qzeros"))
         scale = layer["scales"].read().float().t()
-        return Codes(q, scale, scale * zeros)
+        return Codes(q, scale, zeros.float())
 
-    return Layer((8 * columns, K), read, "q4", groups, True)
+    return Layer((8 * columns, K), read, *_zero_points(4, layer["scales"]), groups)
 
 
 def _integers(layer: Parts, said: dict) -> Layer:
@@ -154,6 +173,8 @@ def _integers(layer: Parts, said: dict) -> Layer:
     if bits not in (4, 8):
         raise ValueError(f"weight_packed has {bits} bits for a value; expected 4 or 8")
     offset = 0 if bits == 4 and zeros else 1 << bits - 1
+    symmetric = all(one.get("symmetric") for one in _schemes(said))
+    most = max(one.get("num_bits") or 8 for one in _schemes(said))
     _expect(layer, weight_packed=packed and (WORDS, (N, -(-K * bits // 32))),
             weight_shape=packed and (INTEGERS, (2,)), weight=None if packed else (INTEGERS, (N, K)),
             weight_scale=(FLOATS, (N, groups), (N,), (1,), ()), weight_g_idx=order and (INTEGERS, (K,)),
@@ -165,33 +186,44 @@ def _integers(layer: Parts, said: dict) -> Layer:
         each, q = each.view(-1, groups).expand(N, -1), (packed or layer["weight"]).read()
         if packed:
             q = (unpack(q, bits)[:, :K].int() - offset).to(torch.int8)
+        elif bool((q >> most - 1 != q >> 7).any()):
+            raise ValueError(f"has values of 8 bits, its config says {most}")
         if not zeros:
             return Codes(q, each)
         zero = unpack(zeros.read().t(), bits)[:, :N].t().float() - offset if packed else zeros.read().float()
-        return Codes(q, each, each * zero.view(-1, groups))
+        if symmetric and bool((zero != (8 if packed and not offset else 0)).any()):
+            raise ValueError("symmetric is true, but it has zero points")
+        return Codes(q, each, zero.view(-1, groups))
 
-    return Layer((N, K), read, f"q{bits}", groups, zeros is not None, _order(order, groups))
+    mode, minima = _zero_points(bits, scale) if zeros else (f"q{bits}", False)
+    return Layer((N, K), read, mode, minima, groups, _order(order, groups))
 
 
 def _float4(layer: Parts, said: dict) -> Layer:
-    """Read an e2m1 layer, two values per byte. Scales: exponents (MXFP4), or e4m3 / global scale (NVFP4)."""
-    (N, columns), whole = layer["weight_packed"].shape, layer.get("weight_global_scale")
+    """Read an e2m1 layer, two values per byte.
+
+    Scales: exponents (MXFP4), e4m3 / global scale (NVFP4), or e4m3 * scale_2 (ModelOpt's NVFP4).
+    """
+    name = "weight_packed" if "weight_packed" in layer else "weight"
+    above, factor = map(layer.get, ("weight_global_scale", "weight_scale_2"))
+    (N, columns), whole = layer[name].shape, above or factor
     groups, dtype = 2 * columns // (16 if whole else 32), torch.float8_e4m3fn if whole else torch.uint8
-    _expect(layer, weight_packed=([torch.uint8], (N, columns)), weight_scale=([dtype], (N, groups)),
-            weight_global_scale=whole and (FLOATS, (1,)))
+    _expect(layer, **{name: ([torch.uint8], (N, columns))}, weight_scale=([dtype], (N, groups)),
+            weight_global_scale=above and (FLOATS, (1,)), weight_scale_2=factor and (FLOATS, (), (1,)))
 
     def read() -> Codes:
-        scale, packed = layer["weight_scale"].read(), layer["weight_packed"].read()
+        scale, packed = layer["weight_scale"].read(), layer[name].read()
         if whole:
-            scale = scale.float() / whole.read().float()
-            if bool(whole.read().isinf()):
-                raise ValueError("weight_global_scale is not finite")
+            each = whole.read().float()
+            scale = scale.float() / each if above else scale.float() * each
+            if bool(each.isinf()):
+                raise ValueError("the scale of the whole weight is not finite")
         else:
             scale = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
         twice = e2m1(torch.stack((packed & 15, packed >> 4), -1).flatten(1)).mul_(2)
         return Codes(twice.to(torch.int8), scale / 2)
 
-    return Layer((N, 2 * columns), read, "q6", groups)
+    return Layer((N, 2 * columns), read, "q6", False, groups)
 
 
 def _float8(layer: Parts, said: dict) -> Layer:
@@ -214,33 +246,46 @@ def _float8(layer: Parts, said: dict) -> Layer:
             scale = scale.repeat_interleave(columns // group, 1)[:, : K // group]
         return Codes(q, scale if in_blocks else scale.view(-1, 1).expand(N, 1))
 
-    return Layer((N, K), read, "f8", K // group)
+    return Layer((N, K), read, "f8", False, K // group)
 
 
 def _layer(layer: Parts, said: dict) -> Layer:
     """Return the layer that these parts form. Raises ValueError or KeyError if no method has them."""
     if "qweight" in layer:
         return (_awq if said["quant_method"] == "awq" else _gptq)(layer, said)
-    if "weight_packed" in layer:
-        return (_float4 if layer["weight_packed"].dtype == torch.uint8 else _integers)(layer, said)
-    return (_integers if layer["weight"].dtype == torch.int8 else _float8)(layer, said)
+    dtype = layer["weight_packed" if "weight_packed" in layer else "weight"].dtype
+    readers = {torch.uint8: _float4, torch.int8: _integers, torch.float8_e4m3fn: _float8}
+    return readers.get(dtype, _integers if "weight_packed" in layer else _float8)(layer, said)
+
+
+def _schemes(said: dict) -> list[dict]:
+    """Return the schemes of weights that a config describes."""
+    if groups := said.get("config_groups"):
+        return [one.get("weights") or {} for one in groups.values()]
+    return [said, *(said | one for one in (said.get("dynamic") or {}).values())]
 
 
 def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
     """Raise ValueError if a layer contradicts its config."""
-    schemes = [one.get("weights") or {} for one in (said.get("config_groups") or {}).values()] or [said]
-    sizes, size = {one.get("group_size") for one in schemes}, whole.shape[1] // whole.groups
-    if size not in sizes and not said.get("dynamic") and all(n and n > 0 for n in sizes):
-        raise ValueError(f"has groups of {size} inputs, its config says {' or '.join(map(str, sizes))}")
-    known, packed = {one.get("num_bits") for one in schemes}, layer.get("weight_packed")
-    bits = packed and 8 * packed.dtype.itemsize * packed.shape[1] // whole.shape[1]
-    if bits and bits not in known and all(known):
-        raise ValueError(f"has {bits} bits, its config says {' or '.join(map(str, known))}")
+    schemes, K, weight = _schemes(said), whole.shape[1], layer.get("weight_packed") or layer.get("weight")
+    sizes = {K if one.get("strategy") in ("channel", "tensor")
+             else one.get("group_size", one.get("q_group_size")) for one in schemes}
+    found = {"groups of {} inputs": (K // whole.groups, {K if size == -1 else size for size in sizes})}
+    if weight:
+        is_float = weight.dtype in (torch.uint8, torch.float8_e4m3fn)
+        found["{} values"] = "float" if is_float else "int", {one.get("type") for one in schemes}
+    if weight and weight.dtype != torch.int8:  # bytes may hold fewer bits
+        bits = 8 * weight.dtype.itemsize * weight.shape[1] // K
+        found["{} bits"] = bits, {one.get("num_bits") for one in schemes}
+    for what, (own, known) in found.items():
+        if own not in known and all(known):
+            raise ValueError(f"has {what.format(own)}, its config says {' or '.join(map(str, known))}")
     orders = [layer[name].read() for name in ("g_idx", "weight_g_idx") if name in layer]
     lacks = {
         "g_idx": not any(bool((one >= 0).all()) for one in orders) and whole.groups > 1
         and all(one.get("desc_act") or one.get("actorder") == "group" for one in schemes),
-        "zero points": not whole.minima and all(one.get("symmetric") is False for one in schemes)}
+        "zero points": not {"qzeros", "weight_zero_point"} & layer.keys()
+        and all(one.get("symmetric") is False for one in schemes)}
     for what, lacking in lacks.items():
         if lacking:
             raise ValueError(f"lacks {what}, for which its config asks")
@@ -250,7 +295,7 @@ def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
 METHODS = {
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2", ""), "quant_method": ("gptq",)},
     "awq": {"bits": (4,), "w_bit": (4,), "version": ("gemm", "GEMM")},
-    "fp8": {"fmt": ("e4m3",)}, "fbgemm_fp8": {},
+    "fp8": {"fmt": ("e4m3",)}, "fbgemm_fp8": {}, "modelopt": {"quant_algo": ("FP8", "NVFP4")},
     "compressed-tensors": {
         "format": ("dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
                    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized"),

@@ -38,12 +38,16 @@ WEIGHT_FILES = (
 )
 PROJECTION_FILE = "warp_model.bin"  # of a PARD-2 draft model, see `checkpoint.pard2`
 MASK_FILE = "mask_embedding.pt"  # of a DFlash head: the mask token's embedding, or a dict with it
-SMALL_FILES = (CONFIG, "generation_config.json", PROJECTION_FILE, MASK_FILE, *TOKENIZER_FILES)
+# Files that describe the quantization if config.json does not, and their methods.
+QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+SMALL_FILES = (
+    CONFIG, "generation_config.json", PROJECTION_FILE, MASK_FILE, *QUANTIZATION_FILES, *TOKENIZER_FILES)
 # Files of other formats by suffix: their reader, and the function that describes a file's contents.
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
 FILE_KINDS = "checkpoint.gguf:kind_of_file"
 DEQUANTIZE = "checkpoint.published:dequantized"  # for folders with a `quantization_config`
-QUANTIZATION = "quantization_config", "compression_config"
+QUANTIZATION = "quantization_config", "compression_config", *QUANTIZATION_FILES  # keys of a config
 DAMAGED = "truncated? Download it again"
 
 
@@ -225,6 +229,10 @@ def _open_folder(path: Path) -> Source:
     if text := config.get("thinker_config", config).get("text_config"):  # of a multimodal model
         config = text | {k: v for k, v in config.items() if v is not None} | {"text_config": text}
         HUB_CONFIG.require(config, path / CONFIG)
+    for name, method in QUANTIZATION_FILES.items():
+        if (file := path / name).exists() and not any(map(config.get, QUANTIZATION)):
+            said = read_json(file)
+            config[name] = {"quant_method": method} | said.get("quantization", said)
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"

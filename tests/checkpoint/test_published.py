@@ -1,4 +1,5 @@
 """Published quantized checkpoints are read as the numbers that their formats define."""
+import json
 import re
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def integers(shape, bits: int, g, groups=None, dtype=torch.float16):
     return q, zeros, torch.rand(N, groups, generator=g).add_(0.1).div_(64).to(dtype)
 
 
-def gptq(shape, g, bits=4, missing=1, act_order=False, symmetric=False):
-    q, zeros, scale = integers(shape, bits, g)
+def gptq(shape, g, bits=4, missing=1, act_order=False, symmetric=False, dtype=torch.float16):
+    q, zeros, scale = integers(shape, bits, g, dtype=dtype)
     zeros = torch.full_like(zeros, (1 << bits - 1) - missing) if symmetric else zeros
     of = torch.arange(shape[1]) // GROUP
     of = of[torch.randperm(shape[1], generator=torch.Generator().manual_seed(1))] if act_order else of
@@ -52,8 +53,8 @@ def gptq(shape, g, bits=4, missing=1, act_order=False, symmetric=False):
     return parts, (q - zeros[:, of] - missing) * scale.float()[:, of]
 
 
-def awq(shape, g):
-    q, zeros, scale = integers(shape, 4, g)
+def awq(shape, g, dtype=torch.float16):
+    q, zeros, scale = integers(shape, 4, g, dtype=dtype)
     pack = (0, 2, 4, 6, 1, 3, 5, 7)
     parts = {"qweight": packed(q.t(), 4, 1, pack), "qzeros": packed(zeros.t(), 4, 1, pack),
              "scales": scale.t().contiguous()}
@@ -80,14 +81,15 @@ def fp8(shape, g, scale: tuple, leaf="weight_scale", block=(1, 1)):
     return {"weight": weight, leaf: scale}, weight.float() * each
 
 
-def float4(shape, g, nvfp4: bool):
+def float4(shape, g, nvfp4: bool, modelopt=False):
     codes = torch.randint(16, shape, generator=g)
-    parts = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    parts = {"weight" if modelopt else "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
     groups = shape[0], shape[1] // (16 if nvfp4 else 32)
     if nvfp4:
         scale, whole = torch.rand(groups, generator=g).mul(400).to(torch.float8_e4m3fn), torch.tensor([7e3])
-        parts |= {"weight_scale": scale, "weight_global_scale": whole}
-        scale = scale.float() / whole
+        parts |= {"weight_scale": scale}
+        parts |= {"weight_scale_2": 1 / whole[0]} if modelopt else {"weight_global_scale": whole}
+        scale = scale.float() * (1 / whole) if modelopt else scale.float() / whole
     else:
         exponents = torch.randint(110, 125, groups, generator=g, dtype=torch.uint8)
         parts, scale = parts | {"weight_scale": exponents}, 2.0 ** (exponents.float() - 127)
@@ -95,21 +97,29 @@ def float4(shape, g, nvfp4: bool):
 
 
 GPTQ, CT = {"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"}
+AWQ, MODELOPT = {"quant_method": "awq", "bits": 4, "version": "gemm"}, {"quant_method": "modelopt"}
 FORMATS = {
     "GPTQ": (GPTQ, gptq), "GPTQ, 2 bits": (GPTQ | {"bits": 2}, lambda s, g: gptq(s, g, 2)),
     "GPTQ, 8 bits": (GPTQ | {"bits": 8}, lambda s, g: gptq(s, g, 8)),
     "GPTQ, symmetric": (GPTQ | {"sym": True}, lambda s, g: gptq(s, g, symmetric=True)),
     "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda s, g: gptq(s, g, missing=0)),
     "GPTQ, desc_act": (GPTQ | {"desc_act": True}, lambda s, g: gptq(s, g, act_order=True)),
-    "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
+    "GPTQ, desc_act, scales in float32": (
+        GPTQ | {"desc_act": True}, lambda s, g: gptq(s, g, act_order=True, dtype=torch.float32)),
+    "AWQ": (AWQ, awq), "AWQ, scales in float32": (AWQ, lambda s, g: awq(s, g, torch.float32)),
     "compressed-tensors, int4": (CT | {"format": "pack-quantized"}, pack_quantized),
     "compressed-tensors, int4 with zero points": (CT, lambda s, g: pack_quantized(s, g, asymmetric=True)),
+    "compressed-tensors, int4 with zero points, scales in float32": (
+        CT, lambda s, g: pack_quantized(s, g, asymmetric=True, dtype=torch.float32)),
     "compressed-tensors, int8": (CT, lambda s, g: pack_quantized(s, g, 8)),
+    "compressed-tensors, int8 with zero points": (CT, lambda s, g: pack_quantized(s, g, 8, asymmetric=True)),
     "compressed-tensors, W8A8": (CT | {"format": "int-quantized"}, w8a8),
     "compressed-tensors, FP8 of rows": (CT, lambda s, g: fp8(s, g, (s[0], 1))),
     "compressed-tensors, FP8": (CT | {"format": "float-quantized"}, lambda s, g: fp8(s, g, (1,))),
     "MXFP4": (CT | {"format": "mxfp4-pack-quantized"}, lambda s, g: float4(s, g, False)),
     "NVFP4": (CT | {"format": "nvfp4-pack-quantized"}, lambda s, g: float4(s, g, True)),
+    "ModelOpt, FP8": (MODELOPT | {"quant_algo": "FP8"}, lambda s, g: fp8(s, g, ())),
+    "ModelOpt, NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, lambda s, g: float4(s, g, True, True)),
     "fp8 in blocks of 32": (
         {"quant_method": "fp8", "weight_block_size": [24, 32]},
         lambda s, g: fp8(s, g, (-(-s[0] // 24), s[1] // 32), "weight_scale_inv", (24, 32))),
@@ -205,6 +215,26 @@ def test_published_formats(tmp_path, capsys, name):
             for type_, x in parts])), layer
 
 
+@pytest.mark.parametrize("file, name, method, nested", [
+    ("quantize_config.json", "GPTQ, version 2", "bits", lambda x: x),
+    ("quant_config.json", "AWQ", "version", lambda x: x),
+    ("hf_quant_config.json", "ModelOpt, NVFP4", "quant_algo", lambda x: {"quantization": x}),
+])
+def test_quantization_in_a_file_of_its_own(tmp_path, file, name, method, nested):
+    """It is read as that of config.json, and named if it is not supported."""
+    source, _ = write_published(tmp_path / "in", name)
+    expected = load_file(convert(source, tmp_path / "out", quiet=True) / "model.safetensors")
+    said = (config := json.loads((source / "config.json").read_text())).pop("quantization_config")
+    del said["quant_method"]
+    (source / "config.json").write_text(json.dumps(config))
+    (source / file).write_text(json.dumps(nested(said)))
+    found = load_file(convert(source, tmp_path / "out2", quiet=True) / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(x, expected[n]) for n, x in found.items())
+    (source / file).write_text(json.dumps(nested(said | {method: "W4A8_AWQ"})))
+    with pytest.raises(InputError, match=f'in: {file}: {method} "W4A8_AWQ" is not supported; expected'):
+        convert(source, tmp_path / "out3", quiet=True)
+
+
 @pytest.mark.parametrize("tiled", (False, True))
 def test_quantized_weights_are_not_rounded_again(tiled):
     """Quantized rows and columns are reordered without rounding them again."""
@@ -261,9 +291,19 @@ def drop(name: str):
     ("compressed-tensors, int4", drop("weight_scale"), "('weight_scale')"),
     ("compressed-tensors, int8", {"config_groups": {"g": {"weights": {"num_bits": 7}}}},
      "has 8 bits, its config says 7"),
-    ("NVFP4", part("weight_global_scale", lambda x: x / 0), "weight_global_scale is not finite"),
+    ("NVFP4", part("weight_global_scale", lambda x: x / 0), "the scale of the whole weight is not finite"),
     ("GPTQ", {"group_size": 32}, "has groups of 16 inputs, its config says 32"),
     ("AWQ", {"group_size": 128}, "has groups of 16 inputs, its config says 128"),
+    ("AWQ", {"q_group_size": -1}, "has groups of 16 inputs, its config says 64"),
+    ("GPTQ", {"dynamic": {"+:.*": {"bits": 8}}, "group_size": 64}, "groups of 16 inputs, its config says 64"),
+    ("compressed-tensors, int4", {"config_groups": {"g": {"weights": {"strategy": "channel"}}}},
+     "has groups of 16 inputs, its config says 64"),
+    ("compressed-tensors, W8A8", {"config_groups": {"g": {"weights": {"num_bits": 4}}}},
+     "has values of 8 bits, its config says 4"),
+    ("compressed-tensors, FP8", {"config_groups": {"g": {"weights": {"type": "int"}}}},
+     "has float values, its config says int"),
+    ("compressed-tensors, int4 with zero points",
+     {"config_groups": {"g": {"weights": {"symmetric": True}}}}, "symmetric is true, but it has zero points"),
     ("compressed-tensors, int4", {"config_groups": {"g": {"weights": {"group_size": 64}}}},
      "has groups of 16 inputs, its config says 64"),
     ("compressed-tensors, int4", {"config_groups": {"g": {"weights": {"symmetric": False}}}},
