@@ -232,7 +232,8 @@ def _open_folder(path: Path) -> Source:
     for name, method in QUANTIZATION_FILES.items():
         if (file := path / name).exists() and not any(map(config.get, QUANTIZATION)):
             said = read_json(file)
-            config[name] = {"quant_method": method} | said.get("quantization", said)
+            said = said.get("quantization", said)
+            config[name] = {"quant_method": method, **said} if isinstance(said, dict) else said
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"
