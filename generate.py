@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 # torch is imported only after the options have been parsed, so that --help is fast.
 from common.cli import STARTED, Options, command, is_distributed, log_stderr, positive, seed, within
 from common.errors import InputError, read_text
-from engine.drafting import MAX_TREE_NODES, DraftOptions, add_drafting
+from engine.drafting import DraftOptions, add_drafting
 
 if TYPE_CHECKING:
     from engine.request import Request
@@ -31,21 +31,14 @@ DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
 
 def parser() -> Options:
     """Return the parser of the command line."""
-    p = Options("Generate text, with or without speculative decoding.",
-                usage="%(prog)s -m CHECKPOINT [options] [PROMPT ...]")
+    p = Options(__doc__, usage="%(prog)s -m CHECKPOINT [options] [PROMPT ...]")
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     p.add_argument("--verify", action="store_true",
         help="check weights against the sha256 in config.json before loading")
     add_prompts(p)
-    add = add_drafting(p).add_argument
-    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="T of --tree: nodes, root included")
-    add("--tree-depth", type=within(0, MAX_TREE_NODES),
-        help="D of --tree: levels after the first draft level")
-    add("--tree-width", type=within(1, MAX_TREE_NODES), help="k of --tree: nodes expanded per level")
-    p.reject_if(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
-             lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
-    add_output(p)
     add_sampling(p)
+    add_drafting(p)
+    add_output(p)
     p.add_runtime().add_argument("--autotune", action="store_true",
         help="let torch.compile autotune matrix products, for GPUs")
     return p
@@ -54,7 +47,7 @@ def parser() -> Options:
 def add_prompts(p: Options) -> None:
     """Add the prompt options."""
     add = p.add_argument_group("prompts").add_argument
-    add("words", nargs="*", metavar="PROMPT", help="prompt; several words are joined by spaces")
+    add("prompt_words", nargs="*", metavar="PROMPT", help="prompt; several words are joined by spaces")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="prompt; may be repeated, for a batch; - reads standard input")
     add("--prompt-ids", action="append", default=[], type=token_ids, metavar="1,2,3",
@@ -64,29 +57,33 @@ def add_prompts(p: Options) -> None:
     add("--raw", action="store_true", help="no chat template; parse special tokens in the prompt")
     add("--no-parse-special", action="store_false", dest="parse_special",
         help="with --raw: encode special tokens in the prompt as text")
-    add("--system", help="system message for the chat template")
+    add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat in the terminal")
-    add("--batch-size", type=positive, help="maximum batch size (default: number of prompts, at most 16)")
-    p.reject_if(lambda o: o.interactive and (
-                 o.words or o.prompt or o.prompt_ids or o.prompt_file or o.json or o.compare or o.trace or
-                 o.num_samples != 1 or o.raw or is_distributed()),
-             lambda o: "--interactive reads its prompts from stdin and applies the chat template: leave out"
-                       " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
-    p.reject_if(lambda o: not (o.raw or o.parse_special),
-             lambda o: "--no-parse-special: needs --raw; the template never parses special tokens in prompts")
+    add("--batch-size", type=positive, metavar="N",
+        help="maximum batch size (default: number of prompts, at most 16)")
+    p.reject_if(lambda args: args.interactive and (
+                 args.prompt_words or args.prompt or args.prompt_ids or args.prompt_file or args.json or
+                 args.compare or args.trace or args.num_samples != 1 or args.raw or is_distributed()),
+             lambda args: "--interactive reads its prompts from stdin and applies the chat template: leave"
+                          " out --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
+    p.reject_if(lambda args: not (args.raw or args.parse_special),
+             lambda args: "--no-parse-special: needs --raw; with the chat template, special tokens in prompts"
+                          " are always encoded as text")
 
 
 def add_sampling(p: Options) -> None:
     """Add the sampling options, fields of `Sampling`."""
     group = p.add_argument_group("sampling")
-    add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    add("-n", "--max-new-tokens", type=int, default=256, help="maximum number of new tokens (default 256)")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 (default): greedy")
-    add("--top-p", type=float, default=1.0,
+    add, add_constraint = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add("-n", "--max-new-tokens", type=int, default=256, metavar="N",
+        help="maximum number of new tokens (default 256)")
+    add("--temperature", type=float, default=0.0, metavar="X",
+        help="sampling temperature; 0 (default): greedy")
+    add("--top-p", type=float, default=1.0, metavar="X",
         help="nucleus sampling: keep the most probable tokens up to this total probability; 1 (default): off")
-    add("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 (default): off")
-    add("--min-p", type=float, default=0.0,
-        help="drop tokens less probable than this fraction of the top-1 probability; 0 (default): off")
+    add("--top-k", type=int, default=0, metavar="N", help="keep the N most probable tokens; 0 (default): off")
+    add("--min-p", type=float, default=0.0, metavar="X",
+        help="drop tokens less than X times as probable as the top-1 token; 0 (default): off")
     add("--presence-penalty", type=float, default=0.0, metavar="X",
         help="subtract from the logits of tokens already in the output (-2 to 2; default 0)")
     add("--frequency-penalty", type=float, default=0.0, metavar="X",
@@ -96,17 +93,19 @@ def add_sampling(p: Options) -> None:
     add("--logit-bias", action="append", default=[], type=logit_bias, metavar="ID=X",
         help="add X to the logit of token ID (-100 to 100); may be repeated")
     add("--stop", action="append", default=[], metavar="TEXT",
-        help="stop at this text, which is not printed; may be repeated")
-    add("--seed", type=seed, default=0,
+        help="stop string, not printed; may be repeated")
+    add("--seed", type=seed, default=0, metavar="N",
         help="random seed, modulo 2^64 (default 0); same output with and without drafting")
-    either("--json-object", action="store_true", help="constrain the output to a JSON object")
-    either("--json-schema", metavar="SCHEMA", help="constrain the output to a JSON schema: a file or inline")
+    add_constraint("--json-object", action="store_true", help="constrain the output to a JSON object")
+    add_constraint("--json-schema", metavar="SCHEMA",
+        help="constrain the output to a JSON schema: a file or inline")
     add("--logprobs", type=int, metavar="N",
         help="with --json: log-probabilities of the output and top N tokens (0 to 20), before penalties")
-    add("--num-samples", type=within(1, 100_000), default=1,
+    add("--num-samples", type=within(1, 100_000), default=1, metavar="N",
         help="samples per prompt, with seeds SEED, SEED+1, ... (default 1)")
-    p.reject_if(lambda o: o.logprobs is not None and not o.json,
-             lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json only; add --json")
+    p.reject_if(lambda args: args.logprobs is not None and not args.json,
+             lambda args: f"--logprobs {args.logprobs}: log-probabilities are printed with --json only;"
+                          " add --json")
 
 
 def add_output(p: Options) -> None:
@@ -118,8 +117,8 @@ def add_output(p: Options) -> None:
     add("--json", action="store_true", help="print only JSON to stdout, one object per output")
     add("--trace", metavar="FILE",
         help="write the draft tree and accepted path of each step (safetensors); one prompt only")
-    p.reject_if(lambda o: o.compare and o.speculate == "none",
-             lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
+    p.reject_if(lambda args: args.compare and args.speculate == "none",
+             lambda args: "--compare: plain decoding would be compared with itself; add --speculate")
 
 
 def token_ids(text: str) -> list[int]:
@@ -142,86 +141,86 @@ def read_prompt_file(path: str) -> str:
     return read_text(*(("/dev/stdin",) if path == "-" else (path, "--prompt-file"))).removesuffix("\n")
 
 
-def read_options(o) -> tuple[Prompts, list[Sampling]]:
+def read_options(args) -> tuple[Prompts, list[Sampling]]:
     """Read prompts and sampling options, one pair for each output, and check --trace.
 
     Replaces --json-schema by its content. Raises InputError or ValueError.
     """
-    given = [" ".join(o.words)] * bool(o.words) + o.prompt
-    prompts = [read_prompt_file("-") if text == "-" else text for text in given] + o.prompt_ids
-    for path in o.prompt_file:
+    texts = ([" ".join(args.prompt_words)] if args.prompt_words else []) + args.prompt
+    prompts = [read_prompt_file("-") if text == "-" else text for text in texts] + args.prompt_ids
+    for path in args.prompt_file:
         if path.endswith(".jsonl"):
             from tokens.dataset import read_prompts
 
             prompts += read_prompts(path)
         else:
             prompts.append(read_prompt_file(path))
-    if not (prompts or o.interactive):
-        raise InputError("no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
+    if not (prompts or args.interactive):
+        raise InputError("no prompt: pass --prompt TEXT (-p - reads standard input), --prompt-file,"
                          " --prompt-ids or --interactive")
     from engine.request import IS_EMPTY
     from engine.sampling import Sampling
 
     if "" in prompts:
         raise InputError(f"the prompt {IS_EMPTY}")
-    if o.trace:
+    if args.trace:
         from console import trace
 
-        trace.check(o.trace, len(prompts) * o.num_samples)
-    if o.json_schema or o.json_object:
+        trace.check(args.trace, len(prompts) * args.num_samples)
+    if args.json_schema or args.json_object:
         from tokens.grammar import read_schema
 
-        o.json_schema = read_schema(o.json_schema)
-    sampling = Sampling(**{field.name: getattr(o, field.name, None) for field in fields(Sampling)})
-    samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
+        args.json_schema = read_schema(args.json_schema)
+    sampling = Sampling(**{field.name: getattr(args, field.name, None) for field in fields(Sampling)})
+    samplings = [replace(sampling, seed=(args.seed + i) % 2**64) for i in range(args.num_samples)]
     if not prompts:  # --interactive
         return [], samplings
     return [p for p in prompts for _ in samplings], samplings * len(prompts)
 
 
-def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
+def decode(args, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
     """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from llm import LLM
 
-    began = time.perf_counter()
-    batch = min(max(1, len(prompts)), o.batch_size or 16)
-    llm = LLM(o.checkpoint, DraftOptions.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len,
-              log=log_stderr, ranks=ranks, verify=o.verify, **vars(runtime))
+    start_time = time.perf_counter()
+    batch = min(max(1, len(prompts)), args.batch_size or 16)
+    llm = LLM(args.checkpoint, DraftOptions.from_options(args), batch_size=batch,
+              max_seq_len=args.max_seq_len, log=log_stderr, ranks=ranks, verify=args.verify, **vars(runtime))
     engine = llm.engine
-    log_stderr(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; KV cache of"
+    log_stderr(f"loaded {llm.target.checkpoint} in {time.perf_counter() - start_time:.1f} s; KV cache of"
                f" {engine.batch} x {engine.runner.cache_slots} tokens, up to"
                f" {engine.runner.cache_bytes / 1e9:.2f} GB")
-    encoding = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}
+    encoding = {"raw": args.raw, "system": args.system, "parse_special": args.parse_special}
     ids = []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
         ids.append(llm.encode(prompt, name=name, **encoding))
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
-    if o.stats and (line := engine.scheduler.describe(o.temperature > 0)):
+    if args.stats and (line := engine.scheduler.describe(args.temperature > 0)):
         log_stderr(line)
     log_stderr(f"ready after {time.perf_counter() - STARTED:.1f} s")
-    if o.interactive:
+    if args.interactive:
         from console.chat import chat
 
-        return chat(engine, samplings[0], o.system, o.stats, show)
-    return answer(o, llm, prompts, ids, samplings)
+        return chat(engine, samplings[0], args.system, args.stats, show)
+    return answer(args, llm, prompts, ids, samplings)
 
 
-def answer(o, llm: LLM, prompts: Prompts, ids: list[list[int]], samplings: list[Sampling]) -> int:
-    """Decode and print all prompts; ids: their tokens. Returns the exit status, 130 after Ctrl-C.
+def answer(args, llm: LLM, prompts: Prompts, ids: list[list[int]], samplings: list[Sampling]) -> int:
+    """Decode all prompts and print the outputs. Returns the exit status, 130 after Ctrl-C.
 
-    Raises ValueError if a request fails.
+    ids: the tokens of each prompt. Raises ValueError if a request fails.
     """
     from llm import summary
 
     engine, ranks = llm.engine, llm.target.model.ranks
-    requests, printed, status, in_order = [], 0, 0, o.json or len(ids) > 1
-    comparison = import_module("console.compare").Comparison(llm, samplings) if o.compare else None
-    trace = import_module("console.trace").Trace(ids[0], engine.drafter.shape) if o.trace else None
+    requests, printed, status, streamed = [], 0, 0, not args.json and len(ids) == 1
+    comparison = import_module("console.compare").Comparison(llm, samplings) if args.compare else None
+    trace = import_module("console.trace").Trace(ids[0], engine.drafter.shape) if args.trace else None
 
-    def print_one(i: int) -> None:
-        if o.json:
+    def print_output(i: int) -> None:
+        if args.json:
             to_json = partial(as_json, prompt=prompts[i], ranks=ranks.count if ranks else 1)
             more = comparison.row(i, to_json) if comparison else {}
             print(json.dumps(to_json(requests[i]) | more), flush=True)
@@ -232,11 +231,11 @@ def answer(o, llm: LLM, prompts: Prompts, ids: list[list[int]], samplings: list[
     events = engine.run(ids, samplings, requests, watch=bool(trace))
     events = trace.watch(events) if trace else events
     try:
-        if not in_order:
+        if streamed:
             show(events, engine.tokenizer)
-        for _ in events if in_order else ():
-            while printed < len(requests) and requests[printed].finish and not (comparison and o.json):
-                print_one(printed)
+        for _ in () if streamed else events:
+            while printed < len(requests) and requests[printed].finish and not (comparison and args.json):
+                print_output(printed)
                 printed += 1
         if comparison:
             comparison.decode(ids, requests)
@@ -244,15 +243,15 @@ def answer(o, llm: LLM, prompts: Prompts, ids: list[list[int]], samplings: list[
         status = 130
         log_stderr("\n(interrupted)")
     for i in range(printed, len(requests)):
-        print_one(i)
-    if requests and not o.json:
+        print_output(i)
+    if requests and not args.json:
         log_stderr(summary(requests, engine.drafter.shape.nodes > 1, not comparison))
-        if o.stats:
+        if args.stats:
             log_stderr(import_module("console.stats").format_stats(requests, engine))
         if comparison and comparison.runs:
             log_stderr(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):
-        trace.save(o.trace, requests[0])
+        trace.save(args.trace, requests[0])
     for request in requests:
         if request.error:
             raise ValueError(request.error)
@@ -260,7 +259,7 @@ def answer(o, llm: LLM, prompts: Prompts, ids: list[list[int]], samplings: list[
 
 
 def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
-    """Return the object that `--json` prints. ranks: processes that the target is sharded over."""
+    """Return the object that `--json` prints. ranks: number of processes that the target is sharded over."""
     row = {
         "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
         "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
@@ -290,7 +289,7 @@ def show(events: Iterable, tokenizer) -> None:
             elif color:
                 drafted_text = draft_stream.push(event.ids[: event.drafted])
                 draft_stream.push(event.ids[event.drafted :])
-                # False if a stop text holds back or cuts part of it.
+                # False if the text is held back for a stop string, or cut by one.
                 if drafted_text and text.startswith(drafted_text):
                     text = f"{DRAFTED}{drafted_text}{RESET}{text[len(drafted_text) :]}"
             print(text, end="", flush=True)
@@ -298,16 +297,16 @@ def show(events: Iterable, tokenizer) -> None:
         print(flush=True)
 
 
-def run(o) -> int:
-    """Run the command with these parsed options. Returns the exit status.
+def run(args) -> int:
+    """Run the command with parsed options. Returns the exit status.
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    prompts, samplings = read_options(o)
+    prompts, samplings = read_options(args)
     from engine.target import open_runtime
 
-    with open_runtime(o, prompts, samplings) as (runtime, ranks):
-        return decode(o, prompts, samplings, runtime, ranks)
+    with open_runtime(args, prompts, samplings) as (runtime, ranks):
+        return decode(args, prompts, samplings, runtime, ranks)
 
 
 def main(argv: list[str] | None = None) -> int:

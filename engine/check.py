@@ -1,7 +1,7 @@
 """GPU self-check: compare each kernel, then one captured step, with their PyTorch definitions.
 
-It runs once, at the start of warmup, with the loaded model. A kernel that is wrong or raises an error falls
-back to its definition (`kernels.gpu.fallback`). If the captured step is wrong, steps run uncompiled.
+It runs once, at the start of warmup, with the loaded model. A kernel that gives wrong results or raises an
+error falls back to its definition (`kernels.gpu.fallback`). If the captured step does, steps run eagerly.
 """
 from __future__ import annotations
 
@@ -61,31 +61,31 @@ def entries(cache: KVCache, slots: Tensor) -> tuple[Tensor, ...]:
 
 
 def kv_caches(runner: ModelRunner) -> list[KVCache]:
-    """Return the target's caches but those of recurrent layers."""
+    """Return the target's KV caches, without the states of recurrent layers."""
     return [cache for cache in runner.caches if isinstance(cache, KVCache)]
 
 
 @contextlib.contextmanager
 def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     """Fill the batch with random requests in this context. Yields a function that resets them."""
-    state, B, generator = runner.state, runner.batch, torch.Generator(runner.device).manual_seed(0)
-    before = {name: x.clone() for name, x in state.named_buffers()}
-    longest = min(MAX_CONTEXT, runner.cache_slots - runner.extra_slots - state.max_commit - 2)
-    state.length.copy_(torch.linspace(longest, min(63, longest), B).long())
-    state.tokens.random_(runner.target.args.vocab_size, generator=generator)
+    state, B, rng = runner.state, runner.batch, torch.Generator(runner.device).manual_seed(0)
+    saved = {name: x.clone() for name, x in state.named_buffers()}
+    max_length = min(MAX_CONTEXT, runner.cache_slots - runner.extra_slots - state.max_commit - 2)
+    state.length.copy_(torch.linspace(max_length, min(63, max_length), B).long())
+    state.tokens.random_(runner.target.args.vocab_size, generator=rng)
     state.root.copy_(state.tokens.gather(1, state.length[:, None]))
-    state.features.normal_(generator=generator)
+    state.features.normal_(generator=rng)
     state.limit.copy_(state.length + state.max_commit + 1)
     for name, value in {"n_unread": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
         state.get_buffer(name).fill_(value)
-    count = min(longest + runner.extra_slots + 64, runner.cache_slots)
+    count = min(max_length + runner.extra_slots + 64, runner.cache_slots)
     slots = torch.arange(count, device=runner.device).expand(B, -1)
     stale = (slots >= state.length[:, None])[..., None, None]
     for cache in runner.caches:
         if not isinstance(cache, KVCache):
-            cache.randomize(state.length, generator)
+            cache.randomize(state.length, rng)
     for cache in (*kv_caches(runner), *(runner.drafter.caches or ())):
-        kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=runner.device, generator=generator)
+        kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=runner.device, generator=rng)
         cache.write(*kv.masked_fill(stale, STALE_VALUE).to(state.features.dtype), slots)
     start = {name: x.clone() for name, x in state.named_buffers()}
 
@@ -96,7 +96,7 @@ def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     try:
         yield reset
     finally:
-        reset(before)
+        reset(saved)
 
 
 @contextlib.contextmanager
@@ -107,18 +107,18 @@ def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
     def observe(name: str, kernel: Callable, definition: Callable, args: tuple):
         state = [(x, x.clone()) for x in (args[0].state, args[0].start)] if name == "delta" else []
 
-        def written():
-            """Return copies of what the kernel or its definition has written, besides its result."""
+        def written_tensors():
+            """Return copies of the tensors that the kernel or its definition writes in place."""
             return entries(args[0], args[3].slots) if name == "attend" else [x.clone() for x, _ in state]
 
         try:
-            result = kernel(*args), written()
-            for x, before in state:
-                x.copy_(before)
-            expected = definition(*args), written()
-            found = difference(name, result, expected, max_error)
-            if found.ratio > 1:
-                failed[name] = f"{found.error:.2g} from its definition"
+            result = kernel(*args), written_tensors()
+            for x, saved in state:
+                x.copy_(saved)
+            expected = definition(*args), written_tensors()
+            largest = difference(name, result, expected, max_error)
+            if largest.ratio > 1:
+                failed[name] = f"relative error {largest.error:.2g}"
             return expected[0]
         except torch.OutOfMemoryError:
             raise
@@ -143,7 +143,7 @@ def step_difference(
     drafted, path = step()
     drafted, path = Tree(*(x.clone() if torch.is_tensor(x) else x for x in drafted)), path.clone()
     slots = length[:, None] + torch.arange(drafted.tokens.shape[1], device=length.device)
-    written = [entries(cache, slots) for cache in kv_caches(runner)]
+    kv = [entries(cache, slots) for cache in kv_caches(runner)]
     tokens, features = state.out[:, :W].clone(), state.features[:, :W].clone()
     window = torch.arange(W, device=length.device)
     emitted = window < state.out[:, -3, None]
@@ -152,29 +152,31 @@ def step_difference(
     with patch.object(fallback, "disabled", {*fallback.KERNELS}):
         device_step = runner.device_step
         noise = device_step.noise(state, W, target.args.vocab_size) if modes.sampled else None
-        defined = device_step.draft(drafter, state, live_slots, noise)
+        expected = device_step.draft(drafter, state, live_slots, noise)
         logits, new = device_step.verify(
             target, drafted, state, live_slots, runner.caches, drafter.aux_layers)
         KVCaches.move(kv_caches(runner), length[:, None] + path, length[:, None] + window)
-    found = [difference(f"layer {i}", x, entries(cache, slots), max_error)
-             for i, (x, cache) in enumerate(zip(written, kv_caches(runner)))]
-    if defined.scores is not None:
-        found.append(difference("draft", *(x.scores.sort().values for x in (drafted, defined)), max_error))
+    differences = [difference(f"layer {i}", x, entries(cache, slots), max_error)
+                   for i, (x, cache) in enumerate(zip(kv, kv_caches(runner)))]
+    if expected.scores is not None:
+        scores = (x.scores.sort().values for x in (drafted, expected))
+        differences.append(difference("draft", *scores, max_error))
     if new is not None and not drafter.defers_head:
-        found.append(difference("features", features[emitted], gather_tokens(new, path)[emitted], max_error))
-    if target.ranks is None:  # emitted tokens have the largest defined logits, except for near ties
+        new = gather_tokens(new, path)[emitted]
+        differences.append(difference("features", features[emitted], new, max_error))
+    if target.ranks is None:  # emitted tokens have the largest expected logits, except for near ties
         scale = gather_tokens(logits, path).square().mean(-1).sqrt()
         if modes.restricted:
             logits = restrict(logits, state.temperature, state.top_k, state.top_p)
-        drawn = gather_tokens(logits, path) if noise is None else gather_tokens(logits, path) + noise
-        gap = drawn.amax(-1) - drawn.gather(-1, tokens[..., None])[..., 0]
+        noisy = gather_tokens(logits, path) if noise is None else gather_tokens(logits, path) + noise
+        gap = noisy.amax(-1) - noisy.gather(-1, tokens[..., None])[..., 0]
         error = float((gap / scale)[emitted].max())
-        found.append(Difference("emitted tokens", error, error / (2 * max_error)))
-    return max(found, key=lambda d: d.ratio)
+        differences.append(Difference("emitted tokens", error, error / (2 * max_error)))
+    return max(differences, key=lambda d: d.ratio)
 
 
 def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallback.KERNELS) -> list[str]:
-    """Return what failed on any rank: all ranks must launch the same kernels."""
+    """Return the names that failed on any rank: all ranks must launch the same kernels."""
     ranks = runner.target.ranks
     if ranks is None:
         return [*failed]
@@ -186,16 +188,16 @@ def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallba
 def check(runner: ModelRunner, samplings: Sequence[Sampling]) -> None:
     """Check the kernels, disable those that fail, then check the captured step. Log every fallback.
 
-    samplings: those of the first request; its kind of step is checked. Empty: a greedy step.
+    samplings: those of the first request, whose modes the checked step gets. Empty: a greedy step.
     """
     modes = Modes.of_requests(samplings, runner.has_graphs)
     epsilon = torch.finfo(runner.target.embed.dtype).eps
-    of_kernel, of_step = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
+    kernel_error, step_error = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
     try:
         with runner.device_context(), random_requests(runner) as reset:
-            longest = int(runner.state.length.max())
-            live_slots = runner.slot_ids[: round_up(longest + runner.extra_slots + 1, 64)]
-            with compare_kernels(of_kernel) as failed:
+            max_length = int(runner.state.length.max())
+            live_slots = runner.slot_ids[: round_up(max_length + runner.extra_slots + 1, 64)]
+            with compare_kernels(kernel_error) as failed:
                 arguments = runner.device_step, runner.target, runner.caches, runner.drafter, runner.state
                 verified = draft_and_verify(*arguments, live_slots, True)
                 accept_and_commit(*arguments, verified, *Modes(sampled=True, restricted=True))
@@ -205,10 +207,10 @@ def check(runner: ModelRunner, samplings: Sequence[Sampling]) -> None:
                 runner.fell_back(f"kernel {name!r} falls back to PyTorch, which is slower: {reason}")
             live = runner.slot_range(0, runner.batch), runner.live_slots(len(live_slots))
             step = partial(runner.step, *live, runner.drafter, modes)
-            found = step_difference(runner, step, reset, live_slots, modes, of_step)
-            if failed_on_any_rank(runner, {"step": ""} if found.ratio > 1 else {}, ("step",)):
+            largest = step_difference(runner, step, reset, live_slots, modes, step_error)
+            if failed_on_any_rank(runner, {"step": ""} if largest.ratio > 1 else {}, ("step",)):
                 runner.run_eagerly()
-                runner.fell_back("the captured step is wrong and runs uncompiled:"
-                                 f" {found.name} {found.error:.2g} from its definition")
+                runner.fell_back("the captured step gives wrong results; steps now run eagerly:"
+                                 f" {largest.name}: relative error {largest.error:.2g}")
     except torch.OutOfMemoryError:
         runner.fell_back("the kernels are not checked: too little memory is free")

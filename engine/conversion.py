@@ -30,8 +30,8 @@ def convert_if_needed(
 ) -> tuple[Path, DraftOptions]:
     """Convert target and draft checkpoint if needed. Return the target's folder and the drafting options.
 
-    log: called with one line when something slow starts or ends. Raises InputError if one of them is missing
-    or of another kind.
+    log: called with one line when something slow starts or ends. Raises InputError if a checkpoint is missing
+    or of the wrong kind.
     """
     def folder_of(name: str | Path, target: Path | None = None) -> str:
         if not is_converted(name):
@@ -42,9 +42,9 @@ def convert_if_needed(
     check_draft(checkpoint, drafting)
     folder = Path(folder_of(checkpoint))
     if drafting.draft:
-        names_model = drafting.names_model
+        is_model = drafting.uses_draft_model
         if drafting.method == AUTO and not is_converted(drafting.draft):
-            names_model = not is_head(drafting.draft)
-        draft = folder_of(drafting.draft, None if names_model else folder)
+            is_model = not is_head(drafting.draft)
+        draft = folder_of(drafting.draft, None if is_model else folder)
         drafting = replace(drafting, draft=draft)
     return folder, drafting

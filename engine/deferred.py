@@ -1,4 +1,4 @@
-"""Deferred draft head: it reads the tokens that steps without it have committed, before it drafts again.
+"""Deferred draft head: it processes the tokens of steps that skipped it before it drafts again.
 
 A scheduler may skip the head (`Scheduler.skips_head`), and a request may be plain. Such a step stores the
 target's features of the tokens that it commits (`Drafter.defers_head`, `State.keep_features`). Before its
@@ -20,7 +20,7 @@ from engine.step import Step
 
 
 class DeferredHead:
-    """Runs the head over tokens that steps without it have committed.
+    """Runs the head over the tokens that steps without it have committed.
 
     unread: by slot, an upper bound on the number of committed tokens that the head has not read.
     """
@@ -49,17 +49,17 @@ class DeferredHead:
             for slot in batch:
                 self.unread[slot] = unread + max_commit if drafter.defers_head else runner.max_commit
 
-    def assign(self, taken: int, source: int, shared: int, held: int) -> None:
-        """Prepare slot `taken` for a request with the first `shared` of the `held` tokens in slot `source`.
+    def assign(self, slot: int, source: int, shared: int, cached: int) -> None:
+        """Prepare `slot` for a request that reuses the first `shared` of the `cached` tokens of `source`.
 
         The head first reads those that it has not read.
         """
-        if shared > max(0, held + 1 - self.unread[source]):
+        if shared > max(0, cached + 1 - self.unread[source]):
             live_slots = self.runner.live_slots(int(self.runner.state.length[source]))
             with torch.no_grad():
                 self.prefill(self.runner.slot_range(source, 1), live_slots, self.unread[source])
             self.unread[source] = 1
-        self.unread[taken] = 1
+        self.unread[slot] = 1
 
     def prefill(self, group: SlotRange, live_slots: Tensor, unread: int) -> None:
         """Run the head over up to `unread` tokens. The last one still counts as unread, for `catch_up`."""
@@ -82,8 +82,8 @@ def prefill_features(
     # A sequence with fewer unread tokens writes past its committed ones, where nothing is kept.
     start = torch.minimum(state.length - state.n_unread + first, state.length)
     features = state.features[:, first : first + size]
-    if short := size - features.shape[1]:
-        features = F.pad(features, (0, 0, 0, short))
+    if padding := size - features.shape[1]:
+        features = F.pad(features, (0, 0, 0, padding))
     visible = step.causal_mask(live_slots, start, size)
     drafter.prefill(state, features, start[:, None] + offsets, visible)
 

@@ -85,18 +85,18 @@ class Drafter(nn.Module):
 
     def rows(self, first: int, count: int) -> Drafter:
         """Return a view for batch slots first ... first + count - 1: same weights, sliced state."""
-        some = copy.copy(self)
-        some._buffers, some._modules = dict(self._buffers), dict(self._modules)
+        view = copy.copy(self)
+        view._buffers, view._modules = dict(self._buffers), dict(self._modules)
         for name in self.buffers_by_slot:
-            some._buffers[name] = self._buffers[name].narrow(0, first, count)
+            view._buffers[name] = self._buffers[name].narrow(0, first, count)
         if self.caches is not None:
-            some.caches = self.caches.rows(first, count)
-        return some
+            view.caches = self.caches.rows(first, count)
+        return view
 
     def sequence(self, slot: int, length: int) -> list[Tensor]:
         """Return views of the state of a batch slot: its buffers and first `length` cache slots."""
-        own = [self._buffers[name][slot] for name in self.buffers_by_slot]
-        return own if self.caches is None else own + self.caches.sequence(slot, length)
+        buffers = [self._buffers[name][slot] for name in self.buffers_by_slot]
+        return buffers if self.caches is None else buffers + self.caches.sequence(slot, length)
 
     def reset(self, slot: int, prompt: list[int]) -> None:
         """Reset the state of a batch slot. Called between steps, when a request is added."""
@@ -127,13 +127,13 @@ class Drafter(nn.Module):
 
 
 def catch_up_count(step: Step, state: State) -> int:
-    """Return R, the size of a catch-up pass: W with static shapes, else the largest `n_unread`, 1 to W."""
+    """Return R, the tokens of a catch-up pass: W with static shapes, else the largest `n_unread`, 1 to W."""
     W = state.max_commit
     return W if step.static_shapes else min(max(int(state.n_unread.max()), 1), W)
 
 
 def catch_up_inputs(step: Step, state: State, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the positions [B, R] of a catch-up's tokens and their attention mask.
+    """Return the positions [B, R] of the tokens of a catch-up pass, and their attention mask.
 
     The first n_unread tokens are committed, the rest is padding. ahead: `NetworkDrafter.read_ahead`.
     """
@@ -154,11 +154,11 @@ class NetworkDrafter(Drafter):
     coupled: rank candidates by draft logits plus the noise that the target is sampled with, so that the
     network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). Coupling never
     changes the output. vocabulary: size of the network's vocabulary. max_levels: maximum number of tree
-    levels; None: any. Raises InputError on a wider or deeper tree.
+    levels; None: any. Raises InputError if the tree is wider or deeper.
     """
 
     applies_costs = True
-    # Largest tree of a greedy step and of a sampled one, which draws the noise of every level in advance.
+    # Largest trees of greedy and of sampled steps. A sampled step draws the noise of every level in advance.
     max_trees = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
     _draft_ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
     read_ahead = 0  # tokens that its cache has beyond the target's: 1 if it also reads the root

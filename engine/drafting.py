@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import extensions
-from common.cli import Options, is_distributed
+from common.cli import Options, is_distributed, within
 from common.errors import InputError, did_you_mean
 from extensions import METHODS, Method, load
 
@@ -23,7 +23,7 @@ AUTO = "auto"  # as a method: `DraftOptions.resolve` replaces it; as a tree: siz
 
 
 def methods_of(name: str) -> dict[str, Method]:
-    """Return the methods that a value of --speculate names: none, one, or two joined by a plus.
+    """Return the methods in a value of --speculate: none, one, or two joined by a plus.
 
     Raises InputError.
     """
@@ -32,30 +32,30 @@ def methods_of(name: str) -> dict[str, Method]:
         raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
                          f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
-        raise InputError(f"--speculate {name}: join two methods that draft, such as lookup+eagle3")
+        raise InputError(f"--speculate {name}: combine two methods that draft, such as lookup+eagle3")
     return {part: METHODS[part] for part in parts if METHODS[part].module}
 
 
 def add_method_flags(group) -> None:
     """Add the flags of single methods, None by default."""
     for flag, (name, default, what, _) in extensions.METHOD_FLAGS.items():
-        kind, metavar, suffix = (str, "FILE", "") if default is None else (int, "N", f" (default {default})")
+        type, metavar, suffix = (str, "FILE", "") if default is None else (int, "N", f" (default {default})")
         help = f"{name}: {what}{suffix}"
-        group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=help)
+        group.add_argument(f"--{flag}", type=type, metavar=metavar, help=help)
     group.add_argument("--draft-window", type=int, metavar="N",
-        help="tokens that the head attends to, 0: all (default: its training length)")
+        help="attend to only the last N tokens in the draft head; 0: all (default: its training length)")
 
 
-def given_flags(o: argparse.Namespace) -> dict:
+def method_flags(args: argparse.Namespace) -> dict:
     """Return the method flags given on the command line."""
-    found = {flag: getattr(o, flag.replace("-", "_")) for flag in extensions.METHOD_FLAGS}
-    return {flag: value for flag, value in found.items() if value is not None}
+    flags = {flag: getattr(args, flag.replace("-", "_")) for flag in extensions.METHOD_FLAGS}
+    return {flag: value for flag, value in flags.items() if value is not None}
 
 
-def add_drafting(p: Options, default: str = "none"):
-    """Add the drafting options and their rules. Returns their group. default: of --speculate."""
+def add_drafting(p: Options, default: str = "none") -> None:
+    """Add the drafting options and their rules. default: of --speculate."""
     lines = [f"{name:12} {method.what}" for name, method in METHODS.items()]
-    methods = "\n".join(("METHOD: one of these, or two joined by +, such as lookup+eagle3", *lines))
+    methods = "\n".join(("METHOD: one of these, or two combined by +, such as lookup+eagle3", *lines))
     group = p.add_argument_group("drafting", methods)
     add, on_off = group.add_argument, argparse.BooleanOptionalAction
     add("--speculate", default=default, metavar="METHOD",
@@ -64,26 +64,35 @@ def add_drafting(p: Options, default: str = "none"):
         help="draft head or draft model: folder, hub id or .gguf; implies --speculate auto (default:"
              " CHECKPOINT/METHOD; for eagle2 CHECKPOINT/eagle)")
     add("--tree", metavar="SPEC",
-        help="auto: sized by the cost model at each step (default with our CPU kernels); paper: the tree of"
-             " the method's paper; T,D,k: nodes, depth, width, such as 12,3,4; or a JSON file: a static tree")
+        help="auto: sized by the cost model at each step (default with our CPU kernels; else a T,D,k by"
+             " device, such as 12,3,4); paper: the tree of the method's paper; T,D,k: nodes, depth, width; or"
+             " a JSON file: a static tree")
+    for name, low, what in (("nodes", 2, "T of --tree: nodes, root included (default: by device)"),
+                            ("depth", 0, "D of --tree: levels after the first one (default: by device)"),
+                            ("width", 1, "k of --tree: nodes expanded per level (default: by device)")):
+        add(f"--tree-{name}", type=within(low, MAX_TREE_NODES), metavar="N", help=what)
     add("--coupled", action=on_off, default=True,
-        help="rank draft tokens with the target's sampling noise, for higher acceptance (default)")
+        help="rank draft tokens with the target's sampling noise, for higher acceptance (default); no effect"
+             " at temperature 0")
     add("--draft-int8", action=on_off, default=True,
-        help="quantize a 16-bit head to 8 bits at load, with our kernels (default)")
+        help="quantize a 16-bit head to int8 at load, with our kernels (default)")
     add("--shard-head", action="store_true",
         help="with torchrun: shard the head or draft model over the ranks (default: replicate)")
     add_method_flags(group)
-    p.reject_if(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
-             lambda o: "--shard-head: shards the draft head over ranks; add --speculate, and start with"
-                       " torchrun")
+    p.reject_if(lambda args: args.shard_head and not (is_distributed() and args.speculate != "none"),
+             lambda args: "--shard-head: shards the draft head over ranks; add --speculate, and start with"
+                          " torchrun")
+    def check_options(args: argparse.Namespace) -> None:
+        sizes = [args.tree_nodes, args.tree_depth, args.tree_width]
+        if sizes != [None] * 3:
+            if args.tree:
+                raise InputError(f"--tree {args.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
+            args.tree = sizes
+        if args.draft and args.speculate == "none":
+            args.speculate = AUTO
+        DraftOptions.from_options(args)
 
-    def draft_implies_auto(o: argparse.Namespace) -> None:
-        if o.draft and o.speculate == "none":
-            o.speculate = AUTO
-
-    p.add_rule(draft_implies_auto)
-    p.add_rule(DraftOptions.from_options)
-    return group
+    p.add_rule(check_options)
 
 
 def read_tree(text: str) -> Any:
@@ -98,11 +107,12 @@ def read_tree(text: str) -> Any:
     return tree_from_sizes([*map(int, text.split(","))])
 
 
-def tree_from_sizes(numbers: list[int]):
-    """Return the `TreeShape` of [T, D, k]. Raises InputError if it is impossible or too large."""
+
+def tree_from_sizes(sizes: list[int]):
+    """Return the `TreeShape` of [T, D, k]. Raises InputError if it is invalid or too large."""
     from tree import TreeShape  # imports torch
 
-    return check_size(TreeShape(*numbers))
+    return check_size(TreeShape(*sizes))
 
 
 def check_size(tree):
@@ -120,9 +130,9 @@ class DraftOptions:
     method: a name in `extensions.METHODS`, or two with a plus; "none" is plain decoding.
     draft: folder of the head (default CHECKPOINT/KIND) or of the draft model.
     tree: a `TreeShape`, drafted dynamically; a static tree (`drafters.static`); "paper"; "auto", sized by the
-    scheduler; text as --tree takes it; or [T, D, k], None in it: the default's number. None: the default.
+    scheduler; a string as for --tree; or [T, D, k], with None for default sizes. None: the default tree.
     coupled: draft with the target's sampling noise.
-    int8: on our kernels, quantize a 16-bit head while loading it: it is read several times a step.
+    int8: on our kernels, quantize a 16-bit head at load: each step reads it several times.
     flags: by name (`extensions.METHOD_FLAGS`); missing ones take their default.
     window: number of last tokens that a head attends to; 0: all; None: see `DrafterSetup.load_head`.
     optional: if the drafter cannot be built, fall back to prompt lookup instead of raising; set by "auto".
@@ -152,14 +162,13 @@ class DraftOptions:
             object.__setattr__(self, "flags", load(extensions.CHECK_METHOD_FLAGS)(self, methods))
 
     @classmethod
-    def from_options(cls, o: argparse.Namespace) -> DraftOptions:
-        """Return what a command's options ask for, see `add_drafting`."""
-        numbers = [getattr(o, f"tree_{name}", None) for name in ("nodes", "depth", "width")]
-        tree = numbers if any(number is not None for number in numbers) else o.tree
-        return cls(o.speculate, o.draft, tree, o.coupled, o.draft_int8, given_flags(o), o.draft_window)
+    def from_options(cls, args: argparse.Namespace) -> DraftOptions:
+        """Return the drafting options of a command line, see `add_drafting`."""
+        return cls(args.speculate, args.draft, args.tree, args.coupled, args.draft_int8, method_flags(args),
+                   args.draft_window)
 
     def resolve(self, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
-        """Return the options with a concrete method: "auto" is replaced by what it chooses here.
+        """Return the options with a concrete method: "auto" is replaced by the methods that it chooses.
 
         log: called with a line about the choice. Raises InputError as `folders` does.
         """
@@ -169,16 +178,16 @@ class DraftOptions:
         return self
 
     @property
-    def names_model(self) -> bool:
-        """True if `draft` names a draft model, which has no default folder, and not a head."""
+    def uses_draft_model(self) -> bool:
+        """True if `draft` is the folder of a draft model, which has no default, and not of a head."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.
 
-        If two methods draft with a checkpoint each, --draft names the draft model, which has no default, or
-        the head that both share. Raises InputError if a folder is missing or of another kind. Call it before
-        the target's weights are read: it is cheap.
+        If both of two methods need a checkpoint, --draft is the draft model, which has no default; the head
+        is in the target's folder. Raises InputError if a folder is missing or its checkpoint of the wrong
+        kind. It reads configs only: call it before loading the target's weights.
         """
         from checkpoint.load import read_config  # imports torch
 
@@ -187,23 +196,23 @@ class DraftOptions:
         if self.draft and len(kinds) > 1 and TARGET not in kinds:
             raise InputError(f"--speculate {self.method}: --draft {self.draft}: both methods need a head; put"
                              " both into the checkpoint's folder and leave out --draft")
-        found: dict[str, Path | None] = {}
+        folders: dict[str, Path | None] = {}
         for name, method in methods.items():
-            named = self.draft and (method.draft == TARGET or TARGET not in kinds)
-            found[name] = None
-            if method.draft == TARGET and not named:
-                raise InputError(f"--speculate {name}: name a smaller converted model of the same vocabulary"
-                                 " with --draft")
+            explicit = self.draft and (method.draft == TARGET or TARGET not in kinds)
+            folders[name] = None
+            if method.draft == TARGET and not explicit:
+                raise InputError(f"--speculate {name}: pass a smaller model with the same vocabulary as"
+                                 " --draft")
             if method.draft:
-                folder = found[name] = Path(self.draft) if named else checkpoint / method.draft
+                folder = folders[name] = Path(self.draft) if explicit else checkpoint / method.draft
                 if method.draft != TARGET and not folder.is_dir():
                     available = [m for m, x in METHODS.items() if x.draft and (checkpoint / x.draft).is_dir()]
-                    advice = "convert one into it, name it with --draft, or use another --speculate"
+                    advice = "convert one into it, pass its folder as --draft, or use another --speculate"
                     if available:
                         advice = f"use the head in {checkpoint} with --speculate {' or '.join(available)}"
                     raise InputError(f"{folder}: no {method.draft} head there; {advice}")
                 read_config(folder, method.draft)
-        return found
+        return folders
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,7 @@ class DrafterSetup:
 
     @property
     def tree(self) -> Any:
-        """The tree to draft: as --tree says, else the default. Raises InputError on impossible numbers."""
+        """The tree to draft: --tree or the default. Raises InputError on invalid sizes."""
         from tree import PAPER_TREE
 
         tree, default = self.options.tree, self.default_tree
@@ -248,8 +257,8 @@ class DrafterSetup:
         head, window = load_head(self.folder, self.target, self.kind), self.options.window
         if any(head.args.windows):
             if window is not None:
-                raise InputError(f"--draft-window {window}: the head in {self.folder} has windows of its own;"
-                                 " leave the option out")
+                raise InputError(f"--draft-window {window}: the head in {self.folder} sets its own sliding"
+                                 " windows; leave the option out")
         else:
             if window is None:
                 window = head.args.draft_window or head.args.max_seq_len
@@ -265,8 +274,8 @@ def build_drafter(drafting: DraftOptions, checkpoint: Path, max_seq_len: int, **
     """
     parts = []
     for name, folder in drafting.folders(checkpoint).items():
-        given = DrafterSetup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **setup)
-        part = load(METHODS[name].module)(given)
+        arguments = name, drafting, METHODS[name].draft, folder
+        part = load(METHODS[name].module)(DrafterSetup(*arguments, max_seq_len=max_seq_len, **setup))
         part.method = name
         parts.append(part)
     if len(parts) < 2:

@@ -10,8 +10,8 @@ other requests decode between chunks. A finished request frees its slot at once 
 shares a prefix with a free slot or a running request, only the rest is prefilled.
 
 On CUDA a step is launched before the output of the last one is read, unless a grammar constrains a request.
-The device decides where a sequence stops (stop ids, token limit) and truncates it there. The host reads what
-was emitted from small buffers, on CUDA one step late.
+The device decides where a sequence stops (stop ids, token limit) and truncates it there. The host reads the
+emitted tokens from small buffers, on CUDA one step late.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     # Limits the tree to nodes that reduce latency; None: no limit. `expand(scores, limit)` and
     # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.costs`.
     costs: Any = None
-    head: bool = False  # True if the scheduler switched the draft head on for this step
+    head: bool = False  # the scheduler chose a step with the draft head
 
 
 class Scheduler:
@@ -54,7 +54,7 @@ class Scheduler:
     skips_head = False  # it may choose steps without the draft head, see `engine.deferred`
 
     def variants(self, drafter: Drafter) -> list[Drafter]:
-        """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
+        """Return other drafters that steps may run, without buffers: the engine sizes its for all of them."""
         return []
 
     def attach(self, engine) -> None:
@@ -117,7 +117,7 @@ class Engine:
     - plain_requests: allow `plain` requests, whose steps skip the draft head
     - self_check (attribute): the backend's self-check, run once at the start of the first warmup
 
-    Raises InputError, with the numbers, if the caches do not fit in memory.
+    Raises InputError if the caches do not fit in memory.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Engine:
         on_cuda = self.runner.on_cuda
         self.lag = int(on_cuda) if lag is None else lag
         # With a recurrent target a step must exclude sequences in prefill: every batch size is needed.
-        given = None if target.is_recurrent else batch_sizes
-        self.batch_sizes = given or default_batch_sizes(batch, on_cuda and not target.is_recurrent)
+        sizes = None if target.is_recurrent else batch_sizes
+        self.batch_sizes = sizes or default_batch_sizes(batch, on_cuda and not target.is_recurrent)
         self.scheduler.attach(self)
         self.slots = Slots(self.runner, self.drafter, batch, self.lag)
         if defers_head:
@@ -170,16 +170,16 @@ class Engine:
         """True while a request holds a slot."""
         return self.free < self.batch
 
-    # -- admit and leave ----------------------------------------------------------------------
+    # -- admit and remove ---------------------------------------------------------------------
 
     def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:
-        """Raise InputError, with the numbers, if a request cannot be decoded."""
+        """Raise InputError if a request cannot be decoded. name: the prompt's name in errors."""
         size = self.target.args.vocab_size
         check_prompt(prompt, name, self.max_lengths, size)
         if sampling.is_guided and self.guide is None:
             raise InputError("a grammar or JSON schema needs a tokenizer and an end token; one is missing")
         if sampling.stop and self.tokenizer is None:
-            raise InputError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
+            raise InputError("this checkpoint has no tokenizer: leave out stop strings (--stop)")
         for token, _ in sampling.logit_bias:
             if token >= size:
                 raise InputError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
@@ -193,13 +193,13 @@ class Engine:
 
         guide: its `Guide`; None: built if its options need one. watch: its events carry the drafted trees.
         plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; no cached prefix is
-        reused. shown, continues: see `TextStream`. Raises InputError, with the numbers, if the request cannot
-        be decoded; RuntimeError if no slot is free; ValueError on `plain` without `plain_requests`.
+        reused. shown, continues: see `TextStream`. Raises InputError if the request cannot be decoded,
+        RuntimeError if no slot is free, ValueError on `plain` without `plain_requests`.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} slots are taken")
         if plain and self.runner.has_head and not self.slots.deferred:
-            raise ValueError("plain=True: this engine has a draft head; make it with plain_requests=True")
+            raise ValueError("plain=True: this engine has a draft head; create it with plain_requests=True")
         self.check(prompt, sampling)
         if sampling.is_guided and guide is None:
             guide = self.guide(sampling)
@@ -240,12 +240,12 @@ class Engine:
         if self.slots.prefilling and self._prefill_chunk():
             events += self._collect(0)
         if decoding := self.slots.requests[: self.slots.decoding]:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             record = self._launch(decoding)
             in_flight = 0 if any(r.guide for r in decoding) else self.lag
             events += self._collect(in_flight)
             if record is not None and self.lag == 0:  # with lag, the step may still be running
-                self.scheduler.timed(record, time.perf_counter() - began)
+                self.scheduler.timed(record, time.perf_counter() - start_time)
         return events if in_flight else events + self._collect(0)
 
     def run(
@@ -337,7 +337,7 @@ class Engine:
     def _launch(self, requests: list[Request]) -> object:
         """Launch one step of the requests that decode. Returns the scheduler's record of it, if any.
 
-        One `plain` request keeps the others from drafting.
+        If any request is `plain`, the step drafts for none.
         """
         runner, plain = self.runner, any(r.plain for r in requests)
         group = runner.slot_range(0, next(count for count in self.batch_sizes if count >= len(requests)))
@@ -365,24 +365,25 @@ class Engine:
         """Wait for all passes but the last `in_flight`; return their events, oldest first."""
         events = []
         while len(self._pending) > in_flight:
-            done = self._pending.popleft()
-            logprobs = [r.sampling.logprobs if r else None for r in done.requests]
-            for i, (request, emitted) in enumerate(zip(done.requests, read_outputs(done.output, logprobs))):
+            launched = self._pending.popleft()
+            logprobs = [r.sampling.logprobs if r else None for r in launched.requests]
+            outputs = enumerate(zip(launched.requests, read_outputs(launched.output, logprobs)))
+            for i, (request, emitted) in outputs:
                 if request and request.active:
-                    draft = done.drafts[i] if done.drafts and request.watch else None
-                    events.append(self._emit(request, emitted, done, i, draft))
+                    draft = launched.drafts[i] if launched.drafts and request.watch else None
+                    events.append(self._emit(request, emitted, launched, i, draft))
         return events
 
     def _emit(
-        self, request: Request, emitted: Emitted, done: PendingPass, index: int, draft: Draft | None
+        self, request: Request, emitted: Emitted, launched: PendingPass, index: int, draft: Draft | None
     ) -> Event:
         """Append a pass's output to a request and return its event; remove the request if it has finished.
 
         index: of the request in the pass.
         """
-        now, shape, before = time.perf_counter(), done.shape, request.last
-        if done.record is not None:
-            self.scheduler.emitted(done.record, index, request, len(emitted.ids))
+        now, shape, previous = time.perf_counter(), launched.shape, request.last
+        if launched.record is not None:
+            self.scheduler.emitted(launched.record, index, request, len(emitted.ids))
         if request.guide:
             request.guide.advance(emitted.ids)
             request.error = request.guide.error
@@ -391,15 +392,15 @@ class Engine:
         if shape:
             request.accept_lengths.append(count)
             request.trees["plain" if shape.nodes == 1 else shape.name] += 1
-            request.step_times["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
+            drafted = launched.head or shape.nodes > 1
+            request.step_times["drafted" if drafted else "plain"].append(now - previous)
         request.finish = self._finish_reason(request, emitted)
         if request.finish:
             text += request.flush()
             self.drafter.finish(request.tokens)
             self.remove(request)
-        drafted = min(emitted.drafted, count)
         return Event(
-            request, emitted.ids[:count], text, drafted, emitted.scores[:count],
+            request, emitted.ids[:count], text, min(emitted.drafted, count), emitted.scores[:count],
             shape.nodes - 1 if shape else 0, draft, request.finish,
         )
 
@@ -417,7 +418,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, exhaustive: bool = False) -> None:
-        """Run, compile and capture what requests with these samplings need, and let the scheduler time steps.
+        """Run, compile and capture the passes that these samplings need, and let the scheduler time steps.
 
         Default: greedy. exhaustive: cover all context lengths, prefill passes and sampling modes too, so that
         nothing is compiled or captured later.

@@ -23,7 +23,7 @@ NAMES = {"draft_and_verify": "step", "accept_and_commit": "commit"}  # function:
 
 
 def configure(autotune: bool) -> None:
-    """Set torch.compile's options. Raises InputError if it has no place for its cache."""
+    """Set torch.compile's options. Raises InputError if no folder for its cache is writable."""
     if autotune:
         import torch._inductor.config as settings
 
@@ -32,7 +32,7 @@ def configure(autotune: bool) -> None:
     try:
         folder = extensions.load("kernels.build:compiled_folder")()
     except OSError as e:
-        raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
+        raise InputError(f"no writable folder for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
 
 
@@ -40,7 +40,7 @@ def compile_passes(runner, log: Callable[[str], None]) -> None:
     """Replace the passes of an `engine.runner.ModelRunner` by compiled ones; capture them on CUDA."""
     for function in runner.passes if runner.compiled else ():
         name = function.__name__
-        if name != "prefill" or not runner.on_cuda:  # there it would gain little, and starts would wait
+        if name != "prefill" or not runner.on_cuda:  # on CUDA it would gain little and slow down startup
             runner.passes[function] = CompiledFunction(function, NAMES.get(name, name), log, runner.fell_back)
     if runner.on_cuda:
         runner.captured = CapturedCalls(runner.device, runner.fell_back)
@@ -52,7 +52,7 @@ def pass_bytes(runner, drafters: list) -> int:
     For each logit of a tree 24 bytes: raw, penalized and restricted logits, sort order, probability mass.
     Captured graphs keep logits and noise per batch size. Then activations of the longest chunk.
     """
-    args, shapes = runner.target.args, [one.shape for one in drafters]
+    args, shapes = runner.target.args, [drafter.shape for drafter in drafters]
     logits = 24 * runner.batch * max(shape.nodes for shape in shapes)
     graph_values = 2 * runner.batch * sum(2 * s.nodes + s.max_commit for s in shapes)
     activations = runner.batch * runner.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
@@ -103,16 +103,16 @@ def compile_graph(function: Callable, **options) -> Callable:
 class CompiledFunction:
     """`function`, compiled once per key, by the first call with that key. Key None: uncompiled.
 
-    The caller promises that calls of one key differ in nothing but the values of tensors, the sizes of
-    dimensions marked dynamic, and which slots of the batch their views show. So a graph has no guards:
-    checking hundreds of tensors at every call takes as long as a layer.
-    If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
+    Calls with the same key may differ only in the values of tensors, the sizes of dimensions marked dynamic,
+    and the batch slots that their views show. So graphs need no guards: checking hundreds of tensors at every
+    call takes as long as a layer.
+    If compiling fails, `on_failure` is called with a line about the reason, and the function runs uncompiled.
     """
 
     def __init__(
-        self, function: Callable, what: str, log: Callable[[str], None], failed: Callable[[str], None]
+        self, function: Callable, name: str, log: Callable[[str], None], on_failure: Callable[[str], None]
     ):
-        self.function, self.what, self.log, self.failed = function, what, log, failed
+        self.function, self.name, self.log, self.on_failure = function, name, log, on_failure
         self.graphs: dict[Hashable, Callable] = {None: function}
 
     def __call__(self, key: Hashable, *args):
@@ -120,28 +120,28 @@ class CompiledFunction:
             return self.graphs[key](*args)
         from torch._inductor.exc import OperatorIssue
 
-        self.log(f"compiling the {self.what} ...")
-        began = time.perf_counter()
+        self.log(f"compiling the {self.name} ...")
+        start_time = time.perf_counter()
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         graph = compile_graph(self.function, options=no_guards)
         # Torch 2.11 formats the whole input graph of a custom operator for a log: minutes for a tree.
-        brief = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
+        name_only = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
         try:
-            with brief:
+            with name_only:
                 result = graph(*args)
         except torch.OutOfMemoryError:
             raise
-        except Exception as e:  # of any of torch's compilers
-            self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
+        except Exception as e:  # torch's compilers raise various errors
+            self.on_failure(f"the {self.name} cannot be compiled and runs eagerly ({first_line(e)})")
             graph, result = self.function, self.function(*args)
         else:
-            self.log(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
+            self.log(f"compiling the {self.name} took {time.perf_counter() - start_time:.1f} s")
         self.graphs[key] = graph
         return result
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection in this context: freeing GPU memory would invalidate a capture."""
     gc.collect()
     enabled = gc.isenabled()
@@ -162,13 +162,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
-    One memory pool and one stream serve them all; what a call returns is overwritten by the next. device: the
-    GPU that the buffers are on. If capturing fails, `failed` is called with a line about the reason, and the
-    call is made each time.
+    All graphs share one memory pool and one stream; the result of a call is overwritten by the next one.
+    device: the GPU of the buffers. If capturing fails, `on_failure` is called with a line about the reason,
+    and the call is launched eagerly each time.
     """
 
-    def __init__(self, device: torch.device, failed: Callable[[str], None]):
-        self.device, self.failed = device, failed
+    def __init__(self, device: torch.device, on_failure: Callable[[str], None]):
+        self.device, self.on_failure = device, on_failure
         self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
         self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
@@ -183,7 +183,7 @@ class CapturedCalls:
                     self.graphs[key] = self._capture(call, str(key[0]))
             return self.graphs[key][0]()
 
-    def _capture(self, call: Callable, what: str) -> tuple[Callable, Callable]:
+    def _capture(self, call: Callable, name: str) -> tuple[Callable, Callable]:
         """Return (replay, call). Keeping `call` keeps the tensors that a replay reads.
 
         `call` first runs twice: for compilation, autotuning and allocation.
@@ -193,17 +193,17 @@ class CapturedCalls:
             for _ in range(2):
                 call()
         torch.cuda.current_stream().wait_stream(self.stream)
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, caller_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            with _without_garbage_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 result = call()
         except RuntimeError as e:
             # A failed capture leaves its stream current and its pool recording.
-            torch.cuda.set_stream(before)
+            torch.cuda.set_stream(caller_stream)
             self.pool = torch.cuda.graph_pool_handle()
             if isinstance(e, torch.OutOfMemoryError):
                 raise
-            self.failed(f"the {what} cannot be captured and is launched each time ({first_line(e)})")
+            self.on_failure(f"the {name} cannot be captured and runs eagerly ({first_line(e)})")
             return call, call
 
         def replay():

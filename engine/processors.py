@@ -60,8 +60,9 @@ class Processors(nn.Module):
             logits = allow(logits, self.allowed[:, : tokens.shape[1]])
         if not modes.adjusted:
             return logits
-        above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
-        return apply_penalties(logits, self, tokens, above)
+        if ancestors is None:
+            ancestors = torch.ones_like(tokens[..., None], dtype=torch.bool)
+        return apply_penalties(logits, self, tokens, ancestors)
 
     def count(self, tokens: Tensor, appended: Tensor) -> None:
         """Count the first `appended` [B] of tokens [B, W] as part of the output."""
@@ -70,13 +71,13 @@ class Processors(nn.Module):
 
     def score(self, logits: Tensor, tokens: Tensor) -> None:
         """Store the log-probabilities of tokens [B, W'] under logits [B, W', V], and of the most probable."""
-        found = log_probabilities(logits, tokens, self.top_ids.shape[-1])
-        for buffer, values in zip(self.scores, found):
+        scores = log_probabilities(logits, tokens, self.top_ids.shape[-1])
+        for buffer, values in zip(self.scores, scores):
             buffer[:, : tokens.shape[1]] = values
 
     @property
     def scores(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What `score` stored."""
+        """The buffers that `score` fills: logprob, top_logprobs, top_ids."""
         return self.logprob, self.top_logprobs, self.top_ids
 
     def mask(self, slot: int, guide: Guide, tokens: list[int], parent: list[int]) -> None:
@@ -89,12 +90,12 @@ class Processors(nn.Module):
 def scores_of(scores: list[list], slot: int, count: int, num_logprobs: int | None) -> list[Score]:
     """Return the scores of the first `count` tokens of a slot of `Processors.scores`.
 
-    num_logprobs: alternatives of each; None: return [].
+    num_logprobs: number of top tokens with each; None: return [].
     """
     if num_logprobs is None:
         return []
-    found = zip(*(x[slot][:count] for x in scores))
-    return [Score(own, list(zip(ids, top))[:num_logprobs]) for own, top, ids in found]
+    tokens = zip(*(x[slot][:count] for x in scores))
+    return [Score(logprob, list(zip(ids, top))[:num_logprobs]) for logprob, top, ids in tokens]
 
 
 def apply_penalties(logits: Tensor, processors: Processors, tokens: Tensor, ancestors: Tensor) -> Tensor:
@@ -117,12 +118,12 @@ def apply_penalties(logits: Tensor, processors: Processors, tokens: Tensor, ance
     if T == 1:
         return penalized
     # Count every token of the tree on the path to each node; the root is counted already.
-    same = (tokens[:, :, None] == tokens[:, None]).float()
+    same_token = (tokens[:, :, None] == tokens[:, None]).float()
     path = torch.cat((torch.zeros_like(ancestors[..., :1]), ancestors[..., 1:]), -1).float()
-    on_path = (path @ same).to(processors.counts.dtype)  # [B, T, T]: at a node, the tree's token
+    on_path = (path @ same_token).to(processors.counts.dtype)  # [B, node, token of the tree]
     ids = tokens[:, None].expand(-1, T, -1)
     counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in by_token)
-    # Nodes with equal tokens write equal values.
+    # Nodes with the same token scatter the same value.
     return penalized.scatter(-1, ids, penalize(logits.gather(-1, ids), counts + on_path, prompted, bias))
 
 

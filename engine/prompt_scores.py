@@ -19,11 +19,11 @@ def score_prompt(runner, request: Request, x: torch.Tensor) -> None:
 
     x [1, C, H]: its residual stream. runner: the `engine.runner.ModelRunner` that computed them.
     """
-    after = request.prompt[request.prefilled + 1 : request.prefilled + 1 + x.shape[1]]
-    if not after:
+    next_tokens = request.prompt[request.prefilled + 1 : request.prefilled + 1 + x.shape[1]]
+    if not next_tokens:
         return
-    logits = chunk_logits(runner, x)[:, : len(after)]
-    own, top, ids = log_probabilities(logits, torch.tensor([after], device=x.device), MAX_LOGPROBS)
-    found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
-    wanted = request.sampling.logprobs or 0
-    request.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
+    logits = chunk_logits(runner, x)[:, : len(next_tokens)]
+    scores = log_probabilities(logits, torch.tensor([next_tokens], device=x.device), MAX_LOGPROBS)
+    num_logprobs = request.sampling.logprobs or 0
+    request.prompt_scores += [Score(logprob, list(zip(ids, top))[:num_logprobs])
+                              for logprob, top, ids in zip(*(values[0].tolist() for values in scores))]

@@ -14,10 +14,10 @@ from tokens.tokenizer import PromptTooLong, TextStream, Tokenizer
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
-MAX_CHARACTERS_PER_TOKEN = 128  # upper bound on a prompt's mean
+MAX_CHARACTERS_PER_TOKEN = 128  # upper bound on the mean over a prompt
 IS_EMPTY = "is empty: give a text, token ids or messages"
 PROMPT_FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
-# "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
+# "stop": a stop id, which is the last of the ids, or a stop string. "length": max_new_tokens. "cache": the
 # cache is full. "error": see `Request.error`.
 Finish = Literal["stop", "length", "cache", "error"]
 
@@ -96,7 +96,7 @@ class Request:
     step_times: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "drafted": []})
     finish: Finish | None = None
     error: str | None = None  # why it cannot go on
-    stop: str | int | None = None  # the stop text, or id of `stop_token_ids`, that ended it
+    stop: str | int | None = None  # the stop string, or id of `stop_token_ids`, that ended it
     cached: int = 0  # prompt tokens reused from the prefix cache
     # `time.perf_counter` at admission, at the first token and at the last one.
     admitted_at: float = field(default_factory=time.perf_counter)
@@ -148,8 +148,8 @@ class Request:
         return (len(self.ids) - 1) / self.seconds if self.seconds > 0 and len(self.ids) > 1 else 0.0
 
     def emit(self, ids: list[int], scores: list[Score]) -> tuple[str, int]:
-        """Append emitted tokens. Returns the text they complete, and how many of them count: a stop text may
-        end the output before the last one.
+        """Append emitted tokens. Returns the text they complete, and the number of tokens kept: a stop string
+        may end the output before the last one.
         """
         text, count = "", len(ids)
         if self.stream:
@@ -160,7 +160,7 @@ class Request:
         return text, count
 
     def flush(self) -> str:
-        """Append and return the text still held back (for UTF-8 or stop texts) at the end of the output."""
+        """Append and return the text still held back (for UTF-8 or stop strings) at the end of the output."""
         rest = self.stream.flush() if self.stream and self.stop is None else ""
         self.text += rest
         return rest
@@ -170,13 +170,13 @@ class Request:
 
 
 def is_prompt(prompt: object) -> bool:
-    """Return whether this is a text, a list of token ids, or a list of messages."""
+    """Return whether this is a string, a list of token ids, or a list of messages."""
     return isinstance(prompt, str) or (isinstance(prompt, list) and (
         all(type(i) is int for i in prompt) or all(map(is_message, prompt))))
 
 
 def is_message(message: object) -> bool:
-    """Return whether this is a dictionary with a role, and content of a type that templates take."""
+    """Return whether this is a dictionary with a role, and content of a type that chat templates accept."""
     return (isinstance(message, dict) and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str | list | None))
 
@@ -207,34 +207,33 @@ def encode(
         return prompt
     if tokenizer is None:
         raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
-    no_template, turns = raw or not tokenizer.has_template, prompt
+    no_template, messages = raw or not tokenizer.has_template, prompt
     if max_lengths and (size := len(str(prompt))) > MAX_CHARACTERS_PER_TOKEN * max_lengths[0]:
         raise too_long(name, f"has {size:,} characters", *max_lengths)
     if system is not None and no_template:
         raise InputError(
-            "a system message (--system) needs the chat template, which is left out by --raw or missing here"
+            "a system message (--system) needs a chat template: leave out --raw, or use a model that has one"
         )
     if isinstance(prompt, str):
         if no_template:
             return tokenizer.encode(prompt, parse_special=parse_special)
-        turns = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": prompt}]
     if system is not None:
-        turns = [{"role": "system", "content": system}, *turns]
-    return tokenizer.chat(turns, **(variables or {}))
+        messages = [{"role": "system", "content": system}, *messages]
+    return tokenizer.chat(messages, **(variables or {}))
 
 
-def too_long(name: str, what: str, size: int, longest: int) -> PromptTooLong:
-    """Return the error for a prompt that does not fit. size, longest: maxima of the cache and the model."""
-    more = ", the model's maximum: shorten it"
-    if size < longest:
-        more = f": shorten it or raise --max-seq-len (at most {longest:,})"
-    return PromptTooLong(f"{name} {what}; prompt and output together can have at most {size:,} tokens{more}")
+def too_long(name: str, what: str, cache_length: int, model_length: int) -> PromptTooLong:
+    """Return the error for a prompt that does not fit. The lengths are the maxima of cache and model."""
+    advice = ", the model's maximum: shorten it"
+    if cache_length < model_length:
+        advice = f": shorten it or raise --max-seq-len (at most {model_length:,})"
+    return PromptTooLong(
+        f"{name} {what}; prompt and output together can have at most {cache_length:,} tokens{advice}")
 
 
 def check_prompt(prompt: list[int], name: str, max_lengths: tuple[int, int], vocab_size: int) -> None:
-    """Raise InputError, with the numbers, if a prompt is empty, does not fit (see `encode`), or has an id
-    outside the vocabulary.
-    """
+    """Raise InputError if a prompt is empty, too long, or has an id outside the vocabulary. See `encode`."""
     if not prompt:
         raise InputError(f"{name} {IS_EMPTY}")
     if len(prompt) >= max_lengths[0]:

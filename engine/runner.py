@@ -29,10 +29,10 @@ GPU_CHUNKS = 64, 512  # sizes of prefill chunks, in tokens
 
 
 class CachesTooLarge(InputError):
-    """The caches do not fit in memory. The message gives the numbers."""
+    """The caches do not fit in memory. The message has both sizes."""
 
 
-# Waits until a pass's output is on the host: `State.out` and, if asked for, the scores, as lists.
+# Waits until a pass's output is on the host. Returns `State.out` and, if requested, the scores, as lists.
 Output = Callable[[], list[list]]
 
 
@@ -66,7 +66,7 @@ class SlotRange(NamedTuple):
 
 
 class ModelRunner:
-    """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
+    """A target, a drafter, and the passes over `batch` sequences. Other arguments and errors: see `Engine`.
 
     variants: other drafters that steps may run; only their sizes matter. max_unread: maximum number of tokens
     that wait for the head (`engine.deferred`); 0: every step runs it. fallbacks: log lines about kernels and
@@ -91,13 +91,13 @@ class ModelRunner:
         self.has_head = drafter.network is not None  # the head must process every token
         self.plain = self.defer_head(drafter if type(drafter) is Drafter else Drafter())
         drafters = [drafter, *variants, self.plain]
-        for one in drafters:
-            target.check_tree(one.shape)
-        # Any of these may run after any other, so buffers take the largest sizes of all. A joint tree may be
+        for x in drafters:
+            target.check_tree(x.shape)
+        # Any of these may run after any other, so buffers have the largest sizes of all. A joint tree may be
         # deeper than the tree of the head in it.
         self._drafters = drafters
-        self.max_commit = max(one.shape.max_commit for one in drafters)
-        self.extra_slots = self.max_commit + max(one.extra_slots - one.shape.max_commit for one in drafters)
+        self.max_commit = max(x.shape.max_commit for x in drafters)
+        self.extra_slots = self.max_commit + max(x.extra_slots - x.shape.max_commit for x in drafters)
         self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.max_unread = min(max_unread, self.cache_slots)
@@ -112,7 +112,7 @@ class ModelRunner:
             batch, self.cache_slots + self.chunks[-1] + 2, self.max_commit, feature_width=width,
             stop_ids=stop_ids, dtype=dtype, device=self.device, unread=self.max_unread,
             vocabulary=target.args.vocab_size,
-            nodes=max(one.shape.nodes for one in drafters), aligned=not self.device_step.batch_invariant,
+            nodes=max(x.shape.nodes for x in drafters), aligned=not self.device_step.batch_invariant,
         )
         self.slot_ids = torch.arange(self.cache_slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
@@ -141,25 +141,25 @@ class ModelRunner:
         def uncompiled(function: Callable) -> Callable:
             return lambda key, *args: function(*args)  # `CompiledFunction` has a graph for each key
 
-        self.passes = {one: uncompiled(one) for one in (prefill, draft_and_verify, accept_and_commit)}
+        self.passes = {step: uncompiled(step) for step in (prefill, draft_and_verify, accept_and_commit)}
         self.captured = None
 
     def slot_range(self, first: int, count: int) -> SlotRange:
         """Return batch slots first ... first + count - 1: the same object each time."""
-        where = first, count
-        if where not in self._ranges:
-            start, parts = self.chunk_start[first : first + count], (self.state, self.caches)
+        key = first, count
+        if key not in self._ranges:
+            start, modules = self.chunk_start[first : first + count], (self.state, self.caches)
             if count == self.batch:
-                self._ranges[where] = SlotRange(*where, start, *parts, lambda drafter: drafter)
+                self._ranges[key] = SlotRange(*key, start, *modules, lambda drafter: drafter)
             else:
-                views = (part.rows(*where) for part in parts)
-                drafter_view = cache(lambda drafter: drafter.rows(*where))
-                self._ranges[where] = SlotRange(*where, start, *views, drafter_view)
-        return self._ranges[where]
+                views = (module.rows(*key) for module in modules)
+                drafter_view = cache(lambda drafter: drafter.rows(*key))
+                self._ranges[key] = SlotRange(*key, start, *views, drafter_view)
+        return self._ranges[key]
 
     @property
     def has_graphs(self) -> bool:
-        """True if passes are compiled or captured, for few batch sizes."""
+        """True if passes are compiled or captured: then few batch sizes are in use."""
         return self.compiled or self.captured is not None
 
     def defer_head(self, drafter: Drafter) -> Drafter:
@@ -198,7 +198,7 @@ class ModelRunner:
         if modes.adjusted or modes.scored or modes.guided:
             _ = group.state.processors  # created lazily; must exist before compilation
         arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
-        # Other trees, plain steps beside a drafter and rare modes are not worth compiling.
+        # Do not compile other trees, plain steps beside a drafter, and rare modes: few steps need them.
         key = None if drafter is not self.drafter else (drafter, group.count, modes.sampled)
         verify = partial(self.passes[draft_and_verify], key, *arguments, live_slots, modes.sampled, costs)
         commit = partial(self.passes[accept_and_commit], None if modes.is_rare else key, *arguments)
@@ -285,16 +285,16 @@ class ModelRunner:
     # -- output -------------------------------------------------------------------------------
 
     def to_host(self, state: State, scored: bool) -> Output:
-        """Start copying what a pass emitted; `read_outputs` waits for it. scored: also the scores."""
-        parts = (state.out, *state.processors.scores) if scored else (state.out,)
+        """Start copying the output of a pass; `read_outputs` waits for it. scored: also the scores."""
+        buffers = (state.out, *state.processors.scores) if scored else (state.out,)
         if self.on_cuda:
-            return extensions.load(extensions.COPY_TO_HOST)(parts)
-        found = [x.tolist() for x in parts]  # now: the next pass overwrites them
-        return lambda: found
+            return extensions.load(extensions.COPY_TO_HOST)(buffers)
+        output = [x.tolist() for x in buffers]  # now: the next pass overwrites them
+        return lambda: output
 
 
 def read_outputs(output: Output, logprobs: list[int | None]) -> Iterator[Emitted]:
-    """Wait for the output of a pass and yield that of each sequence.
+    """Wait for the output of a pass and yield each sequence's.
 
     logprobs: `Sampling.logprobs` by sequence; further sequences are skipped.
     """

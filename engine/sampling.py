@@ -38,15 +38,15 @@ _GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
 class Sampling:
     """The sampling options of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
-    First `logit_bias` (pairs of a token id and a number) is added to the target's logits.
-    Then tokens that the text already has are penalized: `repetition_penalty` divides positive logits and
-    multiplies negative ones, for tokens of prompt and output (1: off); `frequency_penalty` is subtracted once
-    for each occurrence in the output, `presence_penalty` once if there is any (0: off).
+    First `logit_bias` (pairs of a token id and a bias) is added to the target's logits.
+    Then repeated tokens are penalized: `repetition_penalty` divides positive logits and multiplies negative
+    ones, for tokens of prompt and output (1: off); `frequency_penalty` is subtracted once for each occurrence
+    in the output, `presence_penalty` once if there is any (0: off).
     Then top_k applies, then top_p on what remains, both on softmax(logits / temperature), then min_p: tokens
-    less than min_p times as probable as the top-1 token are left out.
+    less than min_p times as probable as the top-1 token are masked.
 
-    stop: texts that end the output and are not part of it. logprobs: also return the log-probability of each
-    token, and of this many top tokens, before all of the above; None: do not.
+    stop: strings that end the output and are not part of it. logprobs: also return the log-probability of
+    each token, and of this many top tokens, before all of the above; None: do not.
     json_schema: a schema that the output must match, as JSON or a dictionary. limits: `tokens.limits.Limits`,
     such as a grammar or banned words. Forbidden tokens are masked before all of the above. Numbers may be
     numpy's. Raises InputError on invalid values.
@@ -62,7 +62,7 @@ class Sampling:
     frequency_penalty: number(-2, 2) = 0.0
     repetition_penalty: number(0.01, 100) = 1.0
     logit_bias: tuple[tuple[TokenId, number(-MAX_BIAS, MAX_BIAS)], ...] = ()  # or a mapping
-    stop: Stop | Stops = ()  # or one text
+    stop: Stop | Stops = ()  # or one string
     logprobs: whole(0, MAX_LOGPROBS) | None = None
     json_schema: Text | dict | None = None
     limits: object = None
@@ -70,11 +70,11 @@ class Sampling:
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
             vars(self)["logit_bias"] = list(self.logit_bias.items())
-        found = FIELDS.check({name: as_python(value) for name, value in vars(self).items()})
-        stop, schema = found["stop"], found["json_schema"]
-        found["json_schema"] = json.dumps(schema) if isinstance(schema, dict) else schema
-        found["stop"] = (stop,) if isinstance(stop, str) else stop
-        vars(self).update(found, logit_bias=tuple(sorted(found["logit_bias"])))
+        checked = FIELDS.check({name: as_python(value) for name, value in vars(self).items()})
+        stop, schema = checked["stop"], checked["json_schema"]
+        checked["json_schema"] = json.dumps(schema) if isinstance(schema, dict) else schema
+        checked["stop"] = (stop,) if isinstance(stop, str) else stop
+        vars(self).update(checked, logit_bias=tuple(sorted(checked["logit_bias"])))
 
     @property
     def adjusts(self) -> bool:
@@ -118,8 +118,10 @@ class Modes(NamedTuple):
 
     @classmethod
     def of_requests(cls, samplings: Sequence[Sampling], compiled: bool = False) -> Modes:
-        """Return the modes for these requests. compiled: one of four combinations: noise implies top-k and
-        top-p, a rare mode implies all.
+        """Return the modes for these requests.
+
+        compiled: return one of four combinations, for few graphs: sampling implies top-k and top-p, a rare
+        mode implies all modes.
         """
         sampled = any(s.temperature > 0 for s in samplings)
         modes = cls(
@@ -174,16 +176,15 @@ def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_min_p(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
-    """Set logits [B, T, V] of tokens that are less than min_p [B] times as probable as the top-1 token to
-    -inf.
+    """Mask logits [B, T, V]: -inf for tokens less than min_p [B] times as probable as the top-1 token.
 
     Probabilities are softmax(logits / temperature [B]). Sequences at temperature 0 or with min_p 0 stay
     unchanged.
     """
     applies = ((min_p > 0) & (temperature > 0))[:, None, None]
     below = temperature * torch.where(min_p > 0, min_p, 1.0).log()  # at most 0
-    lowest = logits.amax(-1, keepdim=True) + below[:, None, None]
-    return torch.where((logits < lowest) & applies, float("-inf"), logits)
+    min_logit = logits.amax(-1, keepdim=True) + below[:, None, None]
+    return torch.where((logits < min_logit) & applies, float("-inf"), logits)
 
 
 def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -203,8 +204,8 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     # Integer masses, in units of 2^-32 of the top-1 token's: integer sums do not depend on their order, so
     # all devices cut at the same token. Logits divided by a tiny temperature would overflow.
     mass = ((below / safe_temperature).exp().double() * 2.0**32).long().cumsum(-1)
-    need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
-    min_top_p_logit = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
+    min_mass = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
+    min_top_p_logit = ordered.gather(-1, (mass < min_mass).sum(-1, keepdim=True).clamp(max=V - 1))
     # top_p 1 keeps tokens of zero mass, too.
     min_top_p_logit = torch.where(top_p.view(per_row) < 1, min_top_p_logit, float("-inf"))
     keep = (logits >= min_top_k_logit) & (logits >= min_top_p_logit) | (temperature == 0).view(per_row)

@@ -1,4 +1,4 @@
-"""Batch slots: their static buffers (`State`), and which request holds which (`Slots`)."""
+"""Batch slots: their static buffers (`State`), and their assignment to requests (`Slots`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def batch_buffer(
 ) -> None:
     """Register a buffer [batch, *shape].
 
-    aligned: the data of each slot starts at a multiple of 16 bytes, unless it is a single number. So a graph
+    aligned: the data of each slot starts at a multiple of 16 bytes, unless it is a single element. So a graph
     compiled for one slot works for all.
     """
     size, unit = prod(shape), 16 // dtype.itemsize if aligned else 1
@@ -106,10 +106,10 @@ class State(nn.Module):
 
     def rows(self, first: int, count: int) -> State:
         """Return views of batch slots first ... first + count - 1."""
-        some = view_of_slots(self, first, count, SHARED)
-        some._modules = {**self._modules, "_processors": None}
-        some._make_processors = lambda: view_of_slots(self.processors, first, count)
-        return some
+        view = view_of_slots(self, first, count, SHARED)
+        view._modules = {**self._modules, "_processors": None}
+        view._make_processors = lambda: view_of_slots(self.processors, first, count)
+        return view
 
     @property
     def processors(self) -> nn.Module:
@@ -144,14 +144,14 @@ class State(nn.Module):
         many were appended [B].
         """
         W, drafted = tokens.shape[1], count - 1
-        at = torch.arange(W, device=tokens.device)
+        offsets = torch.arange(W, device=tokens.device)
         count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
-        stops = (tokens[..., None] == self.stop_ids).any(-1) & (at < count[:, None])
-        first_stop = torch.where(stops, at, W).amin(-1)
+        stops = (tokens[..., None] == self.stop_ids).any(-1) & (offsets < count[:, None])
+        first_stop = torch.where(stops, offsets, W).amin(-1)
         count = torch.minimum(count, first_stop + 1)
-        where = self.length[:, None] + 1 + at
-        appended = torch.where(at < count[:, None], tokens, self.tokens.gather(1, where))
-        self.tokens.scatter_(1, where, appended)
+        positions = self.length[:, None] + 1 + offsets
+        appended = torch.where(offsets < count[:, None], tokens, self.tokens.gather(1, positions))
+        self.tokens.scatter_(1, positions, appended)
         self.length.add_(count)
         self.root.copy_(self.tokens.gather(1, self.length[:, None]))
         self.done.logical_or_((first_stop < W) | (self.length >= self.limit))
@@ -169,21 +169,21 @@ class State(nn.Module):
         """
         if features is not None:
             features = gather_tokens(features, path)
-            at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+            index = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
             if append:
-                at = (at + self.n_unread[:, None]).clamp(max=self.features.shape[1] - 1)
-            at = at[..., None].expand_as(features)
-            old = self.features.gather(1, at)
-            self.features.scatter_(1, at, torch.where(active[:, None, None], features, old))
+                index = (index + self.n_unread[:, None]).clamp(max=self.features.shape[1] - 1)
+            index = index[..., None].expand_as(features)
+            old = self.features.gather(1, index)
+            self.features.scatter_(1, index, torch.where(active[:, None, None], features, old))
         unread = self.n_unread + count if append else count
         self.n_unread.copy_(torch.where(active, unread, self.n_unread))
 
 
-MIN_COPIED_PREFIX = 32  # a prefix is copied from another slot only if it is this many tokens longer
+MIN_COPIED_PREFIX = 32  # copy another slot's prefix only if it is this many tokens longer than the own one
 
 
 class Slots:
-    """The slots of an engine: which request holds which, and the prefixes that free slots keep in the caches.
+    """The slots of an engine: the request of each, and the prefixes that free slots keep in the caches.
 
     Slots are compact: decoding requests come first, then requests in prefill, then free slots. So a step
     runs on the first slots only. A free slot keeps its KV cache: a new prompt that shares a prefix with it,
@@ -196,7 +196,7 @@ class Slots:
     def __init__(self, runner: ModelRunner, drafter: Drafter, batch: int, lag: int):
         self.runner, self.drafter, self.batch, self.lag = runner, drafter, batch, lag
         self.decoding = self.prefilling = 0
-        self.requests: list[Request | None] = [None] * batch  # by slot, as the next two
+        self.requests: list[Request | None] = [None] * batch  # by slot, like the next two lists
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
         self.last_used = [0] * batch  # `_clock` when a slot was assigned or released
         self.lists_by_slot: list[list] = [self.requests, self.cached, self.last_used]
@@ -219,26 +219,26 @@ class Slots:
         """
         first = self.decoding + self.prefilling
         free = range(first, self.batch)
-        held = {slot: self.cached[slot] for slot in free}
-        held |= {one.slot: self._cached_tokens(one) for one in self.requests if one}
+        cached = {slot: self.cached[slot] for slot in free}
+        cached |= {r.slot: self._cached_tokens(r) for r in self.requests if r}
         shared = {
             slot: self.runner.caches.reusable_prefix(slot, common_prefix(request.prompt, tokens))
-            for slot, tokens in held.items()
+            for slot, tokens in cached.items()
         }
         source = max(shared, key=shared.__getitem__)
-        taken = min(free, key=self.last_used.__getitem__)  # least recently used
+        evicted = min(free, key=self.last_used.__getitem__)  # least recently used
         lost = len(self.cached[source]) - shared[source]
-        # Reuse `source` in place if that discards few tokens, or at most half of what evicting `taken` would.
-        if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self.cached[taken])):
-            taken = source
-        elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
-            source = taken
+        # Reuse `source` in place if that discards few tokens, or at most half of what eviction would.
+        if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self.cached[evicted])):
+            evicted = source
+        elif shared[source] < shared[evicted] + MIN_COPIED_PREFIX:
+            source = evicted
         if self.deferred:
-            self.deferred.assign(taken, source, shared[source], len(held[source]))
-        self.swap(taken, first)
-        if source != taken:
-            now = taken if source == first else source  # the swap may have moved the source
-            for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
+            self.deferred.assign(evicted, source, shared[source], len(cached[source]))
+        self.swap(evicted, first)
+        if source != evicted:
+            moved = evicted if source == first else source  # where the swap has left the source
+            for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, moved))):
                 target.copy_(origin)
         request.slot = first
         self.requests[first], self.cached[first] = request, []

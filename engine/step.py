@@ -56,8 +56,8 @@ class Step:
 
     def causal_mask(self, slots: Tensor, start: Tensor, count: int):
         """Return the causal mask, in the form of `mask`, of `count` tokens in slots start [B] and up."""
-        at = torch.arange(count, device=slots.device)
-        return slots <= (start[:, None] + at)[..., None]
+        offsets = torch.arange(count, device=slots.device)
+        return slots <= (start[:, None] + offsets)[..., None]
 
     def rank(
         self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None
@@ -83,18 +83,18 @@ class Step:
         committed slots and to its ancestors. Returns `logits` of all nodes, and the features [B, T, F] of
         `Transformer.forward`.
         """
-        own = state.length[:, None] + torch.arange(drafted.tokens.shape[1], device=slots.device)
+        node_slots = state.length[:, None] + torch.arange(drafted.tokens.shape[1], device=slots.device)
         positions = state.length[:, None] + drafted.depth
         visible = self.mask(slots, state.length, drafted.ancestors)
-        x, features = target(drafted.tokens, positions, own, visible, caches, aux_layers)
+        x, features = target(drafted.tokens, positions, node_slots, visible, caches, aux_layers)
         return self.logits(target, x), features
 
     def logits(self, target: Transformer, x: Tensor):
-        """Return the target's logits of its residual stream x [..., H]; of a sharded target, one shard's."""
+        """Return the target's logits of its residual stream x [..., H]; if sharded, this rank's shard."""
         return target.logits(x)
 
     def gather_logits(self, logits) -> Tensor:
-        """Return logits over the whole vocabulary [..., V]: gathers the shards that `logits` returned."""
+        """Gather the shards that `logits` returned: logits of the whole vocabulary [..., V]."""
         return logits
 
     # -- sample and accept ----------------------------------------------------------------------
@@ -120,8 +120,8 @@ class Step:
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
         """Return the target's token at each node [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
 
-        depth [B, T]: index into W for each node. Nodes of one depth have the same position and share its
-        noise. None: all take the first.
+        depth [B, T]: index into W for each node: nodes of one depth have the same position and share its
+        noise. None: all nodes take the first position's.
         """
         if noise is not None:
             logits = logits + (noise[:, :1] if depth is None else gather_tokens(noise, depth))
@@ -233,9 +233,9 @@ def first_token(
     x, features: what `prefill` returned. Until then `length` is the prompt's length - 1, and the prompt's
     last token is the root.
     """
-    last = state.length - start
-    ends = state.prefilling & (last < x.shape[1])
-    index = last.clamp(0, x.shape[1] - 1)[:, None]
+    last_index = state.length - start
+    ends = state.prefilling & (last_index < x.shape[1])
+    index = last_index.clamp(0, x.shape[1] - 1)[:, None]
     noise = step.noise(state, 1, target.args.vocab_size) if modes.sampled else None
     logits = step.logits(target, gather_tokens(x, index))
     raw = step.gather_logits(logits) if modes.changes_logits else logits
@@ -273,8 +273,8 @@ class Backend:
     def prepare(self, *models: nn.Module) -> bool:
         """Replace modules of the models by those of this backend, in place.
 
-        Models may share modules, as a head shares its target's lm_head. Returns True if all layers of all
-        targets in `models` run on this backend. Other layers stay unchanged.
+        Models may share modules, as a head shares its target's lm_head. Layers that this backend does not
+        support stay unchanged. Returns whether it supports all layers of all targets in `models`.
         """
         for model in models:
             model.backend = self

@@ -45,21 +45,22 @@ class Runtime:
     kv: str = "auto"
 
     def __post_init__(self):
-        given = vars(self)
+        values = vars(self)
         if type(self.device) is int:  # as in transformers
-            given["device"] = "cpu" if self.device < 0 else f"cuda:{self.device}"
-        for name, value in given.items():
+            values["device"] = "cpu" if self.device < 0 else f"cuda:{self.device}"
+        for name, value in values.items():
             if isinstance(value, (torch.device, torch.dtype)):
-                given[name] = str(value).removeprefix("torch.")
+                values[name] = str(value).removeprefix("torch.")
 
     @classmethod
-    def from_options(cls, o) -> Runtime:
-        """Return the runtime that a command's options ask for, see `common.cli.Options.add_runtime`."""
-        return cls(**{field.name: getattr(o, field.name) for field in fields(cls) if hasattr(o, field.name)})
+    def from_options(cls, args) -> Runtime:
+        """Return the runtime options of a command line, see `common.cli.Options.add_runtime`."""
+        options = vars(args)
+        return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     @property
     def device_name(self) -> str:
-        """The device, chosen if none was named."""
+        """The device; by default cuda if available, else cpu."""
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
@@ -100,26 +101,26 @@ class Runtime:
             extensions.load(extensions.CONFIGURE_COMPILER)(self.autotune)
 
 
-def open_runtime(o, *contents: object) -> contextlib.AbstractContextManager[tuple]:
-    """Return a context with the runtime that a command's options ask for, and the `kernels.tp.Ranks` that
-    torchrun has started, or None.
+def open_runtime(args, *contents: object) -> contextlib.AbstractContextManager[tuple]:
+    """Return a context with the runtime of a command line, and the `kernels.tp.Ranks` that torchrun has
+    started, or None.
 
     contents: of files that must be equal on all ranks, like the options. Raises InputError, before a
     checkpoint is converted, on invalid options.
     """
-    use_threads(o.threads, log_stderr)
+    use_threads(args.threads, log_stderr)
     if is_distributed():
-        return extensions.load(extensions.JOIN_RANKS)(o, *contents)
-    runtime = Runtime.from_options(o)
+        return extensions.load(extensions.JOIN_RANKS)(args, *contents)
+    runtime = Runtime.from_options(args)
     runtime.prepare()
-    read_config_if_converted(o.checkpoint, o.max_seq_len)
+    read_config_if_converted(args.checkpoint, args.max_seq_len)
     return contextlib.nullcontext((runtime, None))
 
 
 def check_device(device: str) -> None:
     """Raise InputError unless torch can use this device, and models run on it."""
     if not DEVICE.fullmatch(device):
-        raise InputError(f"--device {device}: models run on cpu, cuda and cuda:N; name one of these")
+        raise InputError(f"--device {device}: models run on cpu, cuda and cuda:N; use one of these")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
@@ -146,10 +147,10 @@ def load_target(
         raise InputError(f"{checkpoint}: {what} run only on CPUs so far; use --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     if model.embed.dtype == torch.float16 and model.args.qkv_bias:
-        log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
+        log("--dtype fp16: Qwen2's activations overflow fp16 and the output is wrong; use bf16 or fp32")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log)
-    pure = on_cpu and ranks is None and runtime.kv == "auto" and not runtime.on_cpu_kernels
-    return target if pure else extensions.load(extensions.ON_BACKEND)(target, ranks)
+    in_torch = on_cpu and ranks is None and runtime.kv == "auto" and not runtime.on_cpu_kernels
+    return target if in_torch else extensions.load(extensions.ON_BACKEND)(target, ranks)
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,8 @@ class Target:
         """Make an engine for up to `batch` concurrent requests. The larger the batch, the smaller the trees.
 
         max_seq_len: maximum number of tokens of prompt and output (default: `default_max_seq_len`). serves:
-        requests come and go, some of them `plain`: compile steps for smaller batches too. Raises InputError,
-        one line, if the head or draft model is missing, damaged or does not fit, or the caches do not fit in
-        memory.
+        for a server: allow `plain` requests, and compile steps for smaller batches too. Raises InputError if
+        the head or draft model is missing, damaged or does not fit, or the caches do not fit in memory.
         """
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
@@ -182,8 +182,8 @@ class Target:
         drafter = self._build_drafter(drafting, max_seq_len, batch)
         scheduler = None
         # With our CPU kernels the choice of tree never changes the output; elsewhere it may, at near ties.
-        exact = step_of(self.model).batch_invariant
-        if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
+        batch_invariant = step_of(self.model).batch_invariant
+        if drafter and (batch_invariant or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
         return Engine(
@@ -202,15 +202,15 @@ class Target:
         """
         device, args = self.model.embed.device, self.model.args
         longest = int(min(args.max_seq_len, args.short_length))
-        if drafting.names_model and drafting.draft:
+        if drafting.uses_draft_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
         free = free_memory(device) or 0
         if self.model.ranks is not None:  # all ranks need one length
             free = extensions.load(extensions.RANKS_MEMORY)(self.model.ranks, device, free)
-        fits = int(MAX_CACHE_FRACTION * free / self.model.cache_bytes(batch, 1024) * 1024)
-        if fits >= longest:
+        max_fit = int(MAX_CACHE_FRACTION * free / self.model.cache_bytes(batch, 1024) * 1024)
+        if max_fit >= longest:
             return longest
-        power_of_two = 1 << (max(fits, 1).bit_length() - 1)  # the largest one up to `fits`
+        power_of_two = 1 << (max(max_fit, 1).bit_length() - 1)  # the largest one up to `max_fit`
         return min(longest, max(power_of_two, 2048))
 
     @property
@@ -225,7 +225,7 @@ class Target:
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
     def guide(self, sampling):
-        """Return the guide of these options. Raises InputError if their schema or grammar cannot be used."""
+        """Return the guide of sampling options. Raises InputError on an unsupported schema or grammar."""
         return self._grammars.guide_of(sampling)
 
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:

@@ -8,14 +8,14 @@ from engine.sampling import Modes, Sampling
 
 
 def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
-    """Launch each step that requests like `sampling` need at each batch size, with all sequences frozen.
+    """Launch each step that requests with `sampling` need, at each batch size, with all sequences frozen.
 
-    exhaustive: also at each context length, of each drafter, with every option, and each pass over prompts.
+    exhaustive: also at each context length, with each drafter and every mode, and each prefill pass.
     """
     runner, deferred = engine.runner, engine.slots.deferred
     modes = Modes.of_requests([sampling], compiled=True)
-    needs = range(1, runner.cache_slots + 1, SLOT_STEP) if exhaustive and runner.captured else (1,)
-    sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, needs)}
+    lengths = range(1, runner.cache_slots + 1, SLOT_STEP) if exhaustive and runner.captured else (1,)
+    sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, lengths)}
     drafters = [*dict.fromkeys(engine.scheduler.drafters)]
     if exhaustive and runner.plain not in drafters:
         drafters.append(runner.plain)

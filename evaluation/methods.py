@@ -8,7 +8,7 @@ from checkpoint.folder import identity
 from common.errors import InputError
 from common.writing import digest
 from drafters.options import flags_of, is_resizable
-from engine.drafting import DraftOptions, given_flags
+from engine.drafting import DraftOptions, method_flags
 from engine.engine import Engine
 from engine.request import encode
 from engine.sampling import Sampling
@@ -43,7 +43,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     A flag applies to the methods that take it. Raises InputError or ValueError.
     """
     read = {name: by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree")}
-    given = given_flags(o)
+    given = method_flags(o)
     taken = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
     # Flags that no method takes go to all: the first DraftOptions, PLAIN's, rejects them.

@@ -266,7 +266,7 @@ def test_captures(cuda):
     for _ in range(2):
         calls(("step", 1), lambda: made.append(still[-1]), held)
     assert made == [True] * 3 + [False] * 2 and still == [True, False] * 2
-    assert lines == ["the step cannot be captured and is launched each time (operation not permitted)"]
+    assert lines == ["the step cannot be captured and runs eagerly (operation not permitted)"]
     cuda.fails = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         calls(("prefill", 1), lambda: None, held)
@@ -280,7 +280,7 @@ def test_eager_fallback(monkeypatch):
     monkeypatch.setattr(graphs, "compile_graph", lambda function, options: lambda *args: 1 / 0)
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append, lines.append)
     assert [double("key", torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
-    assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 2
+    assert lines[1] == "the double cannot be compiled and runs eagerly (division by zero)" and len(lines) == 2
 
 
 def test_dropping_the_engine_frees_its_caches(models):

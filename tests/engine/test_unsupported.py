@@ -70,7 +70,7 @@ def folder(golden, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("options, words", [
     *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
-        ("", "unknown"), ("lookup", "join two methods"), ("none", "join two"), ("eagle3+rest", "join"),
+        ("", "unknown"), ("lookup", "combine two"), ("none", "combine two"), ("eagle3+rest", "combine two"),
     )),
     ({"method": "lookup+lookahead"}, "--speculate lookup+lookahead: lookahead cannot be combined"),
     ({"method": "lookup", "flags": {"level": 4}}, "--level belongs to --speculate lookahead"),

@@ -228,7 +228,7 @@ def test_a_wrong_step_is_launched_uncompiled(runner, monkeypatch):
         return result
 
     (line,) = check(runner)
-    assert line.startswith("the captured step is wrong and runs uncompiled: layer 1 ")
+    assert line.startswith("the captured step gives wrong results; steps now run eagerly: layer 1: ")
     assert runner.captured is None and not fallback.disabled and not check(runner)
 
 
@@ -242,7 +242,7 @@ def test_errors_of_the_whole_step(runner, monkeypatch, what, wrong):
     right = pkgutil.resolve_name(what)
     monkeypatch.setattr(what, lambda *a: wrong(right, a))
     (line,) = check(runner)
-    assert line.startswith("the captured step is wrong and runs uncompiled: ")
+    assert line.startswith("the captured step gives wrong results; steps now run eagerly: ")
 
 
 def test_ranks_leave_out_what_fails_on_any(runner, monkeypatch):
