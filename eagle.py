@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def __getattr__(name: str):
-    """Import LLM only when it is asked for: from eagle_decoder.eagle import LLM."""
+    """Import LLM lazily, for `from eagle_decoder.eagle import LLM`."""
     if name != "LLM":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return import_module("llm").LLM

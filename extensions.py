@@ -24,7 +24,7 @@ class Method(NamedTuple):
 
 
 class MethodFlag(NamedTuple):
-    """An option of one method. default: None for a required file. minimum: lowest value of a number."""
+    """An option of one method. default: None for a required file. minimum: of an integer option."""
 
     method: str
     default: int | None
@@ -49,8 +49,8 @@ METHODS = {
     "lookup": Method("drafters.ngram:build", "prompt lookup: n-gram matches in the context"),
     "suffix": Method("drafters.ngram:build", "suffix decoding: also matches in earlier requests"),
     "rest": Method("drafters.ngram:build", "REST: also matches in a datastore"),
-    "auto": Method("drafters.auto", "best head, or draft model, found next to the target, with prompt lookup",
-                   "auto", True),
+    "auto": Method("drafters.auto", "prompt lookup with the best head in the target's folder, or else with a"
+                   " smaller model next to it", "auto", True),
 }
 METHOD_FLAGS = {
     "window": MethodFlag("lookahead", 7, "W of the paper, branches drafted in parallel"),
@@ -133,5 +133,5 @@ PROMPT_SCORES = "engine.prompt_scores:score_prompt"  # log-probabilities of a pr
 def load(entry: str) -> Any:
     """Import and return the module or object that a registry entry names."""
     module, _, name = entry.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported

@@ -30,7 +30,7 @@ class HeadArgs(ModelArgs):
     own_lm_head: Flag = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
     draft_window: whole(0) = 0  # default attention window: its longest training sequence; 0: unknown
 
-    drafts = None  # maximum number of tree levels that it was trained for; None: any
+    drafts = None  # maximum number of tree levels that the head was trained for; None: any
 
     def constraints(self) -> list[tuple[str, bool, str]]:
         ascending, ids = all(low < high for low, high in pairwise(self.aux_layers)), self.vocab_size
@@ -47,7 +47,7 @@ class HeadArgs(ModelArgs):
 
 
 class Head(nn.Module):
-    """The base of draft heads.
+    """Base class of draft heads.
 
     At position i it reads the feature of token i and the embedding of token i+1, and predicts token i+2. The
     target's features go through `fuse` once. From the second draft step on, the head reads its own output

@@ -4,8 +4,8 @@
 
     llm = LLM("checkpoints/smollm2-135m", speculate="eagle3")
     print(llm.generate("Why is the sky blue?").text)
-    for piece in llm.stream("Tell me a story.", max_new_tokens=200, temperature=0.8, seed=1):
-        print(piece.text, end="", flush=True)
+    for event in llm.stream("Tell me a story.", max_new_tokens=200, temperature=0.8, seed=1):
+        print(event.text, end="", flush=True)
     for result in llm.generate(["One prompt.", "Another one."], max_new_tokens=64):
         print(result.text, result.finish, result.tau, result.tokens_per_second)
     print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
@@ -46,8 +46,8 @@ class LLM:
       another name for it.
     - speculate: a method such as "eagle3", or a `DraftOptions`; None is "none". "auto" joins prompt lookup
       with the head in the checkpoint's folder or a smaller model next to it.
-    - draft: the head (default CHECKPOINT/KIND) or draft model, named like a checkpoint
-    - tree: as --tree
+    - draft: the head (default CHECKPOINT/KIND) or draft model: a folder, hub id or .gguf file
+    - tree: a value of --tree
     - batch_size: maximum number of prompts decoded together
     - max_seq_len: maximum number of tokens of prompt and output (default: `Target.default_max_seq_len`)
     - verify: check the weights against their sha256; None: only if they have one
@@ -56,7 +56,7 @@ class LLM:
     - runtime_options: fields of `Runtime`, such as device="cpu" or dtype=torch.bfloat16
     - log: called with one line when something slow starts or ends
 
-    Raises InputError, a ValueError, with one line, if anything is missing, damaged, wrong or does not fit.
+    Raises InputError, a ValueError, on invalid options, and if a checkpoint is missing, damaged or too large.
     """
 
     def __init__(
@@ -67,17 +67,18 @@ class LLM:
         ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime_options,
     ):
         if bool(checkpoint) == bool(model):
-            raise InputError(f"checkpoint is {checkpoint}, model {model}: give one, a folder, hub id or .gguf"
-                             " file")
+            raise InputError(f"checkpoint is {checkpoint}, model {model}: pass exactly one: a folder, hub id"
+                             " or .gguf file")
         checkpoint, speculate = checkpoint or model, "none" if speculate is None else speculate
         ARGUMENT_SCHEMA.check(locals())
         if isinstance(speculate, DraftOptions) and (draft or tree):
-            raise InputError("draft and tree are fields of DraftOptions: set them there, or name a method")
+            raise InputError("draft and tree are fields of DraftOptions: set them there, or pass speculate as"
+                             " a string")
         drafting = speculate if isinstance(speculate, DraftOptions) else DraftOptions(speculate, draft, tree)
         runtime = with_options(Runtime, runtime_options, ARGUMENTS)
         runtime.prepare()  # raises on invalid options before a long conversion
         folder = Path(checkpoint)
-        if not all(is_converted(one) for one in filter(None, (checkpoint, drafting.draft))):
+        if not all(map(is_converted, filter(None, (checkpoint, drafting.draft)))):
             folder, drafting = extensions.load(extensions.CONVERT)(checkpoint, drafting, log)
         drafting = drafting.resolve(folder, log)
         if verify is not False:
@@ -89,7 +90,7 @@ class LLM:
         self.target: Target = load_target(folder, runtime, log, ranks)
         self.tokenizer, self.speculate = self.target.tokenizer, drafting.method
         self.engine = make_engine(self.target, drafting, batch=batch_size, max_seq_len=max_seq_len)
-        self._warmed_up: set[bool] = set()  # by whether requests sample
+        self._warmed_up: set[bool] = set()  # False: for greedy requests, True: for sampled ones
 
     def __repr__(self) -> str:
         size = f"{self.engine.batch} x {self.engine.max_seq_len} tokens"
@@ -105,22 +106,22 @@ class LLM:
     ) -> Request | list[Request]:
         """Decode one prompt, or a list of prompts `batch_size` at a time, to the end.
 
-        A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
+        A prompt is a string, which goes through the chat template unless `raw`; token ids, in a list or an
         array; or a list of chat messages. variables: for the chat template, such as {"enable_thinking":
         False}. parse_special: False encodes special tokens in raw text as plain text. sampling: fields of
-        `Sampling`; output i is sampled with `seed` + i. Returns a `Request`, or a list, with `n` outputs
-        of each prompt in turn: their `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second`
-        and more. Raises InputError, a ValueError, before anything is decoded, on an invalid prompt or option.
+        `Sampling`; output i is sampled with `seed` + i. Returns a `Request`, or a list with `n` for each
+        prompt: their `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and more.
+        Raises InputError, a ValueError, before anything is decoded, on an invalid prompt or option.
         """
         prompts = as_python(prompts)
         single = is_single_prompt(prompts)
-        first, count = with_options(Sampling, sampling), COUNT_SCHEMA.check(n, "n")
+        options, count = with_options(Sampling, sampling), COUNT_SCHEMA.check(n, "n")
         ids = []
         for prompt in [prompts] if single else prompts:
             ids += count * [self.encode(
                 prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)]
-        self._warm_up(first)
-        samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
+        self._warm_up(options)
+        samplings = [replace(options, seed=(options.seed + i) % 2**64) for i in range(len(ids))]
         continues = (variables or {}).get("continue_final_message", False)
         requests = self.engine.generate(ids, samplings, continues=continues)
         return requests[0] if single and n == 1 else requests
@@ -164,8 +165,9 @@ def joint_speed(requests: list[Request]) -> tuple[float, float]:
 
 
 def summary(requests: list[Request], drafts: bool, estimate: bool = True) -> str:
-    """Return a line about requests that were decoded together. drafts: a drafter is in use. estimate: for a
-    single request, add the speedup over its steps without a draft.
+    """Summarize requests that were decoded together in one line.
+
+    drafts: a drafter is in use. estimate: for a single request, add the speedup over its plain steps.
     """
     _, speed = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
@@ -180,6 +182,7 @@ def summary(requests: list[Request], drafts: bool, estimate: bool = True) -> str
 
 
 def is_single_prompt(prompts: Prompt | Iterable[Prompt]) -> bool:
-    """Return whether this is one prompt, valid or not, rather than a list of prompts."""
-    listed = isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))
-    return listed or isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable)
+    """Return whether this is one prompt, valid or not, and not a list of prompts."""
+    ids_or_messages = (isinstance(prompts, (list, tuple))
+                       and isinstance(next(iter(prompts), None), (int, dict)))
+    return ids_or_messages or isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable)

@@ -73,7 +73,7 @@ class ModelArgs:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
 
     def constraints(self) -> list[tuple[str, bool, str]]:
-        """Return constraints on several fields: (field, whether it holds, expected value)."""
+        """Return constraints between fields: (field, whether its value is valid, expected value)."""
         heads, pairs = self.num_heads, self.head_dim // 2
         divisors = [value for key, value in (self.rope_scaling or {}).items() if key.endswith("divisors")]
         known = "silu", *extensions.ACTIVATIONS
@@ -141,7 +141,7 @@ def meta_modules() -> Iterator[None]:
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of `positions` [B, T], each [B, T, hd/2] float32.
 
-    inv_freq [hd/2]. For two kinds of RoPE: [2, hd/2], and the results are [2, B, T, hd/2].
+    inv_freq [hd/2]; [2, hd/2] if the layers use two RoPEs, then the results are [2, B, T, hd/2].
     """
     angles = positions[..., None].float() * (inv_freq if inv_freq.ndim == 1 else inv_freq[:, None, None])
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
@@ -288,8 +288,8 @@ def apply_sliding_window(visible: Tensor, window: int) -> Tensor:
 
     Visible slots are in order of position: committed tokens, then ancestors.
     """
-    rank = visible.cumsum(-1)
-    return visible & (rank > rank[..., -1:] - window)
+    count = visible.cumsum(-1)
+    return visible & (count > count[..., -1:] - window)
 
 
 class PassInputs:
@@ -347,7 +347,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table [V, H], which is the lm_head too if the two are tied."""
+    """An embedding table [V, H]. It is also the lm_head if the two are tied."""
 
     bias = None
 
@@ -398,10 +398,10 @@ class MLP(nn.Module):
         return self.w_down(self.gate(*self.w_gate_up(x).chunk(2, dim=-1)), residual)
 
 
-# The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace
-# and lower each once and reuse it for all L layers: half the compile time of L unrolled copies, and the same
-# speed or better. (For the few layers of a head it takes longer.) A region must return whole tensors, never
-# views: inductor (2.13) frees the buffer of a returned view and reuses it too early.
+# The target's layers differ only in their weights. With these nested regions torch.compile traces and lowers
+# one layer and reuses it for all L: half the compile time, and the same speed or better. (A head has few
+# layers: there it takes longer.) A region must return whole tensors, never views: inductor (2.13) frees the
+# buffer of a returned view and reuses it too early.
 @torch.compiler.nested_compile_region
 def _project(block: Block, x: Tensor) -> Tensor:
     return block.project(x)
@@ -522,7 +522,7 @@ class Transformer(nn.Module):
     - ranks: the tensor-parallel group, or None
     - make_sharded_step(step, model): makes the step of a sharded model; None without ranks
     - is_recurrent: its caches hold a recurrent state, so tokens must be read in order
-    - cpu_only_part: what GPUs do not run yet, for an error message, or None
+    - cpu_only_part: the layers that GPUs do not support yet, for an error message, or None
     - can_compile: torch.compile supports its passes
     """
 
@@ -578,7 +578,7 @@ class Transformer(nn.Module):
         return self.run_layers(tokens, aux_layers, apply)
 
     def for_length(self, length: int) -> Transformer:
-        """Return the model with RoPE for `length` tokens (longrope: others above `short_length`)."""
+        """Return the model with RoPE for `length` tokens (longrope changes above `short_length`)."""
         if length <= self.args.short_length:
             return self
         inv_freq = self.args.inverse_frequencies(length).to(self.inv_freq.device)

@@ -30,7 +30,7 @@ MEASUREMENT = 10  # seconds of --estimate
 
 def parser() -> Options:
     """Return the parser of the command line."""
-    from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS
+    from drafters.estimate import CONVERSATIONS, MAX_ANSWER_TOKENS
     from training.data import MIN_ANSWER_TOKENS
     from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
     from training.session import DRAFT_VOCAB
@@ -54,7 +54,7 @@ def parser() -> Options:
         help="data of an earlier run for this target (its OUT-work/data); may be repeated")
     add("--temperature", type=within(0, 1e6, float), default=0.7,
         help="sampling temperature of the answers; 0 is greedy (default 0.7)")
-    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=ANSWER_TOKENS,
+    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=MAX_ANSWER_TOKENS,
         help="maximum number of tokens of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="skip longer prompts (default 256)")
     add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,

@@ -118,10 +118,10 @@ class CandidateTree:
         """Start from the k best children of the root: log-probabilities and ids [B, k], best first."""
         self.shape = shape
         B, k = tokens.shape
-        flat = torch.arange(k, device=tokens.device).expand(B, k)
+        index = torch.arange(k, device=tokens.device).expand(B, k)
         self.tokens, self.scores = [tokens], [scores]
         self.parents = [torch.full_like(tokens, -1)]
-        self.beam_tokens, self.beam_scores, self.beam_index = tokens, scores, flat
+        self.beam_tokens, self.beam_scores, self.beam_index = tokens, scores, index
         self.beam_mask = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
         self.size = k
 
@@ -137,9 +137,9 @@ class CandidateTree:
         levels = self.scores, self.tokens, self.parents
         return tuple(torch.cat(x, dim=1) if len(x) > 1 else x[0] for x in levels)
 
-    def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, mask: Tensor) -> None:
-        """Replace the beam by some of the newest children."""
-        self.beam_scores, self.beam_tokens, self.beam_index, self.beam_mask = scores, tokens, flat, mask
+    def set_beam(self, scores: Tensor, tokens: Tensor, index: Tensor, mask: Tensor) -> None:
+        """Replace the beam by some of the newest children. index: their candidate indices."""
+        self.beam_scores, self.beam_tokens, self.beam_index, self.beam_mask = scores, tokens, index, mask
         self.size += self.tokens[-1].shape[1]
 
     def advance(self) -> Tensor:
@@ -150,8 +150,8 @@ class CandidateTree:
         B, k = self.beam_tokens.shape[0], self.shape.width
         scores, index = self.scores[-1].topk(k, dim=-1)
         row, tokens = index // k, self.tokens[-1].gather(1, index)
-        itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
-        mask = torch.cat((gather_tokens(self.beam_mask, row), itself), dim=-1)  # [B, k, level*k]
+        self_mask = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
+        mask = torch.cat((gather_tokens(self.beam_mask, row), self_mask), dim=-1)  # [B, k, level*k]
         self.set_beam(scores, tokens, self.size + index, mask)
         return row
 
@@ -207,8 +207,8 @@ def tree_attention_mask(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
 
 
 def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]:
-    """Return the deepest path on which the target agrees: node indices [B, W], root first, then zeros; and
-    its length [B] >= 1.
+    """Return the deepest accepted path: node indices [B, W], root first, padded with 0; and its length [B],
+    at least 1.
 
     chosen [B, T]: the one token that the target draws at every node. A node is accepted if it carries the
     token drawn at its parent and its parent is accepted. If siblings repeat a token, paths may tie: the path
@@ -222,5 +222,5 @@ def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]
     at_depth = tree.depth[:, None] == torch.arange(max_commit, device=chosen.device)[:, None]  # [B, W, T]
     depth = torch.where(accepted, tree.depth, -1)
     last = depth.argmax(-1, keepdim=True)  # [B, 1]
-    taken = gather_tokens(tree.ancestors, last) & at_depth  # [B, W, T]
-    return torch.where(taken, nodes, 0).sum(-1), tree.depth.gather(1, last)[:, 0] + 1
+    on_path = gather_tokens(tree.ancestors, last) & at_depth  # [B, W, T]
+    return torch.where(on_path, nodes, 0).sum(-1), tree.depth.gather(1, last)[:, 0] + 1

@@ -37,9 +37,10 @@ class AssistantDrafter(HeadDrafter):
     def _forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor
     ) -> Tensor:
+        # All nodes have the root's position and mask.
         count = tokens.shape[1]
-        root, visible = self.length.expand(-1, count), self.committed.expand(-1, count, -1)
-        return self.head(tokens, feature, root, slots, visible.contiguous(), self.caches)
+        positions, visible = self.length.expand(-1, count), self.committed.expand(-1, count, -1)
+        return self.head(tokens, feature, positions, slots, visible.contiguous(), self.caches)
 
 
 def build(setup: DrafterSetup) -> HeadDrafter:

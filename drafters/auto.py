@@ -20,7 +20,7 @@ PRIORITY = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "m
 
 
 def available_heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield method and folder of each head in a target's folder; draft: yield the methods that it may fit."""
+    """Yield method and folder of each head in a target's folder. draft: all methods with this folder."""
     for name in PRIORITY:
         folder = Path(draft or checkpoint / METHODS[name].draft)
         if (folder / CONFIG).is_file():
@@ -28,7 +28,7 @@ def available_heads(checkpoint: Path, draft: str | Path | None = None) -> Iterat
 
 
 def bytes_read(checkpoint: str | Path) -> int:
-    """Return the bytes of a converted model that a token reads: not the embedding, unless it is the lm_head.
+    """Return the bytes of weights that decoding a token reads: without the embedding, unless it is tied.
 
     Raises InputError if its weights are missing or damaged.
     """
@@ -41,25 +41,25 @@ def bytes_read(checkpoint: str | Path) -> int:
 
 
 def find_draft_model(checkpoint: Path) -> Path | None:
-    """Return the model beside the target's folder that may draft for it and reads the fewest bytes, if any.
+    """Return the folder next to the target's with the smallest model that may draft for it, if any.
 
-    It has the same vocabulary size, except for padding, and reads at most MAX_DRAFT_SIZE of the target's
-    bytes. Loading checks that the token ids are the same.
+    It has the same vocabulary size, except for padding, and at most MAX_DRAFT_SIZE of the target's
+    `bytes_read`. Loading checks that the token ids are the same.
     """
-    vocabulary, found = read_config(checkpoint, "target")["vocab_size"], {}
-    limit = MAX_DRAFT_SIZE * bytes_read(checkpoint)
+    vocabulary, sizes = read_config(checkpoint, "target")["vocab_size"], {}
+    max_size = MAX_DRAFT_SIZE * bytes_read(checkpoint)
     for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
         with contextlib.suppress(InputError, OSError):  # not a converted model, or damaged
             folder, other = config.parent, read_config(config.parent, "target")
-            near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
-            if near and not other.get("delta_layers") and (count := bytes_read(folder)) <= limit:
-                found[folder] = count
-    return min(found, key=found.get, default=None)
+            same_vocabulary = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
+            if same_vocabulary and not other.get("delta_layers") and (size := bytes_read(folder)) <= max_size:
+                sizes[folder] = size
+    return min(sizes, key=sizes.get, default=None)
 
 
 def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
-    """Resolve "auto": prompt lookup, joined with the head of --draft, a head in the target's folder, or a
-    draft model next to it.
+    """Resolve "auto": prompt lookup with --draft, with a head in the target's folder, or with a smaller model
+    next to it.
 
     log: receives a line about the choice. Raises InputError if --draft is not a head.
     """
@@ -69,22 +69,23 @@ def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None])
             + "; it has over a third of the target's size and may be slower, see --compare" * too_large)
         return replace(drafting, method="lookup+draft-model", window=None)
     for name, folder in available_heads(checkpoint, drafting.draft):
-        found = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)
+        options = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)
         try:
-            found.folders(checkpoint)
+            options.folders(checkpoint)
         except InputError as e:
-            if not drafting.draft:  # else it is a head of another method
+            if not drafting.draft:  # with --draft: the head is of another method
                 log(f"--speculate auto: {e}")
             continue
         log(f"--speculate auto: drafting with lookup+{name}, head {folder}")
-        return found
+        return options
     if drafting.draft:
-        raise InputError(f"--draft {drafting.draft}: not a head for --speculate auto; name a head or a model")
+        raise InputError(f"--draft {drafting.draft}: --speculate auto supports no such head; pass its method"
+                         " as --speculate")
     if model := find_draft_model(checkpoint):
         log(f"--speculate auto: drafting with lookup+draft-model, model {model}")
         return replace(drafting, method="lookup+draft-model", draft=model, window=None, optional=True)
-    given = (("--tree", drafting.tree), ("--draft-window", drafting.window))
-    unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
+    head_options = (("--tree", drafting.tree), ("--draft-window", drafting.window))
+    unused = "".join(f"; {flag} is for heads" for flag, value in head_options if value is not None)
     log(f"--speculate auto: no usable head in {checkpoint}, drafting with prompt lookup only"
         f"{unused}. Other options:")
     for line in advice(checkpoint, read_config(checkpoint)):
@@ -95,4 +96,4 @@ def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None])
 def log_unused_heads(checkpoint: Path, log: Callable[[str], None]) -> None:
     """Log that a target's folder has heads that plain decoding does not use."""
     if names := " and ".join(name for name, _ in available_heads(checkpoint)):
-        log(f"{checkpoint}: has a head ({names}) that is not used; add --speculate auto")
+        log(f"{checkpoint}: has a head ({names}) that is not used; to use it: --speculate auto")

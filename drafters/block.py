@@ -35,40 +35,40 @@ class OnePassDrafter(NetworkDrafter):
     _bidirectional = False  # tokens of a block also attend to later ones
 
     @property
-    def block_rows(self) -> int:
+    def num_mask_tokens(self) -> int:
         """Number of mask tokens in a pass."""
         return self.shape.max_commit - 2
 
     @property
     def extra_slots(self) -> int:
-        return max(self.shape.nodes, self.shape.max_commit + self.block_rows)
+        return max(self.shape.nodes, self.shape.max_commit + self.num_mask_tokens)
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
         """Read up to W tokens, the first n_unread of them valid, and draft all levels: [B, L, H].
 
         Cache entries of the other tokens are overwritten or never attended to.
         """
-        W, rows, n_unread = catch_up_count(step, state), self.block_rows, state.n_unread
-        end, ahead = state.length + self.read_ahead, torch.arange(W + rows, device=slots.device)
+        W, count, n_unread = catch_up_count(step, state), self.num_mask_tokens, state.n_unread
+        end, index = state.length + self.read_ahead, torch.arange(W + count, device=slots.device)
         start = materialize(end - n_unread)
-        own = start[:, None] + ahead
-        positions = torch.cat((start[:, None] + ahead[:W], end[:, None] + ahead[:rows]), 1)
+        own_slots = start[:, None] + index
+        positions = torch.cat((start[:, None] + index[:W], end[:, None] + index[:count]), 1)
         # A token attends to itself and to earlier valid tokens; in a bidirectional block also to later ones.
-        valid = (ahead < n_unread[:, None]) | (ahead >= W)
-        before = ahead <= ahead[:, None]
-        masks = [before | ((ahead >= W) & (ahead[:, None] >= W))] if self._bidirectional else [before]
+        valid = (index < n_unread[:, None]) | (index >= W)
+        causal = index <= index[:, None]
+        masks = [causal | ((index >= W) & (index[:, None] >= W))] if self._bidirectional else [causal]
         if self._bidirectional and self.network.args.windows and not self.network.args.windows_ahead:
-            masks.append(before)
+            masks.append(causal)
         visible = [
-            step.mask(slots, start, (mask & valid[:, None]) | (ahead == ahead[:, None]))
+            step.mask(slots, start, (mask & valid[:, None]) | (index == index[:, None]))
             for mask in masks
         ]
-        return self._draft(state, W, positions, own, *visible)
+        return self._draft(state, W, positions, own_slots, *visible)
 
-    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor, before=None) -> Tensor:
+    def _draft(self, state, W: int, positions: Tensor, slots: Tensor, visible: Tensor, causal=None) -> Tensor:
         """Return the lm_head's inputs of all levels [B, L, H].
 
-        W: tokens before the mask tokens. before: see `BlockHead.forward`. Other arguments: see
+        W: tokens before the mask tokens. causal: see `BlockHead.forward`. Other arguments: see
         `Transformer.forward`.
         """
         raise NotImplementedError
@@ -83,42 +83,42 @@ class OnePassDrafter(NetworkDrafter):
         head, shape = self.network, self.shape
         markov, confidence = (getattr(head.args, name, 0) for name in ("markov_rank", "confidence"))
         k, levels = shape.width, shape.max_commit - 1
-        rows = last[:, :levels]
-        logits = head.logits(rows)  # of all levels, to read the lm_head once
+        hidden = last[:, :levels]
+        logits = head.logits(hidden)  # of all levels, to read the lm_head once
         if selector := getattr(head.args, "selector_rank", 0):
-            best = logits.topk(head.args.candidates, dim=-1)
+            candidates = logits.topk(head.args.candidates, dim=-1)
         elif not markov:
             scores, ids = step.rank(logits, noise, k, self._draft_ids)  # [B, L, k]
             if confidence:
-                scores = scores + F.logsigmoid(head.confidence_logit(rows))[..., None]
+                scores = scores + F.logsigmoid(head.confidence_logit(hidden))[..., None]
             ranked = scores, ids
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """Return scores and token ids [B, R, k] of the top-k children of tokens [B, R]."""
             count = tokens.shape[1]
             if selector:
-                unary, ids = (x[:, level, None] for x in best)
-                after = unary + head.pair_scores(rows[:, level, None], tokens, ids)
-                shift = None if noise is None else noise[:, level, None].gather(-1, ids)
-                scores, index = step.rank(after, shift, k)
+                unary, ids = (x[:, level, None] for x in candidates)
+                pair_logits = unary + head.pair_scores(hidden[:, level, None], tokens, ids)
+                level_noise = None if noise is None else noise[:, level, None].gather(-1, ids)
+                scores, index = step.rank(pair_logits, level_noise, k)
                 return scores, ids.expand(-1, count, -1).gather(-1, index)
             if not markov:
                 return tuple(x[:, level, None].expand(-1, count, -1) for x in ranked)
-            row = rows[:, level, None].expand(-1, count, -1)
-            after = logits[:, level, None] + head.markov_logits(row, tokens)
-            shift = None if noise is None else noise[:, level, None]
-            scores, ids = step.rank(after, shift, k, self._draft_ids)
+            h = hidden[:, level, None].expand(-1, count, -1)
+            level_noise = None if noise is None else noise[:, level, None]
+            level_logits = logits[:, level, None] + head.markov_logits(h, tokens)
+            scores, ids = step.rank(level_logits, level_noise, k, self._draft_ids)
             if confidence:
-                scores = scores + F.logsigmoid(head.confidence_logit(row, tokens))[..., None]
+                scores = scores + F.logsigmoid(head.confidence_logit(h, tokens))[..., None]
             return scores, ids
 
         scores, tokens = children(0, state.root)
-        grown = CandidateTree(shape, scores[:, 0], tokens[:, 0])
+        growth = CandidateTree(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, levels):
-            grown.extend(*children(level, grown.beam_tokens))
+            growth.extend(*children(level, growth.beam_tokens))
             if level + 1 < levels:
-                step.advance(grown)
-        return grown
+                step.advance(growth)
+        return growth
 
 
 class BlockDrafter(OnePassDrafter, HeadDrafter):
@@ -128,7 +128,7 @@ class BlockDrafter(OnePassDrafter, HeadDrafter):
     """
 
     @property
-    def block_rows(self) -> int:
+    def num_mask_tokens(self) -> int:
         return self.head.args.block
 
     @property
@@ -139,25 +139,25 @@ class BlockDrafter(OnePassDrafter, HeadDrafter):
         """Return the fused features of the last commit [B, W, H]."""
         return self.head.fuse(self.own_features(state.features[:, :W]))
 
-    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor, before=None) -> Tensor:
+    def _draft(self, state, W: int, positions: Tensor, slots: Tensor, visible: Tensor, causal=None) -> Tensor:
         context = self.context(state, W)
-        return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
+        return self.head(state.root[:, 0], context, positions, slots, visible, self.caches, causal=causal)
 
 
 class PEagle(BlockDrafter):
     """A P-EAGLE head: the last committed token drafts the first level, mask tokens draft the others."""
 
     _bidirectional = False
-    block_rows = OnePassDrafter.block_rows
+    num_mask_tokens = OnePassDrafter.num_mask_tokens
 
-    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+    def _draft(self, state, W: int, positions: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
         # Token i+1 is paired with feature i, at position i.
         head, known = self.head, state.tokens.gather(1, positions[:, :W] + 1)
-        masks = known.new_full((len(known), self.block_rows), head.args.mask_id)
+        masks = known.new_full((len(known), self.num_mask_tokens), head.args.mask_id)
         context = self.context(state, W)
-        hidden = head.fuse(head.mask_hidden.to(context.dtype)[None, None])
-        features = torch.cat((context, hidden.expand(*masks.shape, -1)), 1)
-        h = head(torch.cat((known, masks), 1), features, positions, own, visible, self.caches)
+        mask_feature = head.fuse(head.mask_hidden.to(context.dtype)[None, None])
+        features = torch.cat((context, mask_feature.expand(*masks.shape, -1)), 1)
+        h = head(torch.cat((known, masks), 1), features, positions, slots, visible, self.caches)
         return head.rows(torch.cat((gather_tokens(h, last_unread(state, W)), h[:, W:]), 1))
 
 
@@ -167,7 +167,10 @@ def block_drafter(head: Head) -> type[BlockDrafter] | None:
 
 
 def build(setup: DrafterSetup) -> BlockDrafter:
-    """Load the head. Raises InputError if it does not fit, or the tree is static or too deep."""
+    """Build the drafter of a P-EAGLE, DFlash or DSpark head.
+
+    Raises InputError if the head does not fit, or the tree is static or too deep.
+    """
     tree = setup.tree
     if not isinstance(tree, TreeShape):
         raise InputError(f"--speculate {setup.method}: needs --tree T,D,K; a chain of n tokens is"
@@ -175,14 +178,15 @@ def build(setup: DrafterSetup) -> BlockDrafter:
     head = setup.load_head()
     if setup.options.tree in (None, "auto"):
         tree = full_depth_tree(tree, head.args.drafts)
-    if tree.width > (most := getattr(head.args, "candidates", tree.width)):
-        raise InputError(f"--tree: width {tree.width} exceeds the {most} candidates of this head's selector")
+    if tree.width > (max_width := getattr(head.args, "candidates", tree.width)):
+        raise InputError(f"--tree: width {tree.width} exceeds the {max_width} candidates of this head's"
+                         " selector")
     return block_drafter(head)(head, tree, setup.options.coupled)
 
 
-def full_depth_tree(usual: TreeShape, levels: int) -> TreeShape:
-    """Return the default tree of a one-pass drafter: the usual number of nodes, all levels, and up to 12
+def full_depth_tree(default: TreeShape, levels: int) -> TreeShape:
+    """Return the default tree of a one-pass drafter: the nodes of `default`, all levels, and up to 12
     expanded nodes per level.
     """
-    depth, width = min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12)
-    return TreeShape(min(usual.nodes, 1 + width + depth * width**2), depth, width)
+    depth, width = min(levels, default.nodes - 1) - 1, min(default.nodes - 1, 12)
+    return TreeShape(min(default.nodes, 1 + width + depth * width**2), depth, width)

@@ -31,7 +31,7 @@ class DraftModel(NetworkDrafter):
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
         if model.is_recurrent:  # its state cannot be rolled back after rejected drafts
-            raise InputError("--draft: models with Gated DeltaNet layers cannot draft for another model yet")
+            raise InputError("--draft: recurrent models cannot draft for another model yet")
         self.model = model
 
     @property
@@ -70,20 +70,21 @@ def load_drafter(setup: DrafterSetup) -> tuple[Transformer, dict]:
     folder, target = setup.folder, setup.target
     if not isinstance(setup.tree, TreeShape):
         raise InputError("--speculate draft-model: --tree must be auto, paper or nodes,depth,width")
-    own, vocab_size = read_config(folder, "target"), target.args.vocab_size
+    config, vocab_size = read_config(folder, "target"), target.args.vocab_size
     # Vocabularies padded to different sizes are allowed if the tokenizers agree, checked below.
-    if own["vocab_size"] != vocab_size and (target.ranks or not setup.tokenizer):
-        raise InputError(f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {vocab_size}")
-    if own["max_seq_len"] < setup.max_seq_len:
-        raise InputError(f"{folder}: has a context of {own['max_seq_len']} tokens, less than"
-                         f" {setup.max_seq_len}; use --max-seq-len {own['max_seq_len']}")
+    if config["vocab_size"] != vocab_size and (target.ranks or not setup.tokenizer):
+        raise InputError(f"{folder}: has a vocabulary of {config['vocab_size']} tokens, the target one of"
+                         f" {vocab_size}; use a model with the target's vocabulary")
+    if config["max_seq_len"] < setup.max_seq_len:
+        raise InputError(f"{folder}: has a context of {config['max_seq_len']} tokens, less than"
+                         f" {setup.max_seq_len}; use --max-seq-len {config['max_seq_len']}")
     if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
         if tokenizer is None or not same_ids(tokenizer, setup.tokenizer):
             raise InputError(f"{folder}: has no tokenizer, or one with other ids than the target's;"
                              " choose a model of the target's family")
-        if tokenizer.vocab_size > min(own["vocab_size"], vocab_size):
-            raise InputError(f"{folder}: has {own['vocab_size']} rows in its embedding, the target"
+        if tokenizer.vocab_size > min(config["vocab_size"], vocab_size):
+            raise InputError(f"{folder}: has {config['vocab_size']} rows in its embedding, the target"
                              f" {vocab_size};"
                              f" their tokenizer has {tokenizer.vocab_size} ids")
     table, ranks = target.embed, target.ranks and target.ranks.for_heads
@@ -91,7 +92,7 @@ def load_drafter(setup: DrafterSetup) -> tuple[Transformer, dict]:
     resize_vocabulary(model, vocab_size)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)
-    return model, own
+    return model, config
 
 
 def resize_vocabulary(model: Transformer, size: int) -> None:
@@ -99,16 +100,16 @@ def resize_vocabulary(model: Transformer, size: int) -> None:
     rows = torch.arange(size).clamp(max=model.args.vocab_size - 1)
     for layer in filter(None, (model.embed, model.lm_head) if size != model.args.vocab_size else ()):
         for name, tensor in layer.named_parameters():
-            if name != "order":  # of inputs; the others have a row for each id
+            if name != "order":  # which permutes the inputs; other tensors have a row for each token id
                 # PyTorch cannot index fp8 tensors: index their bytes.
                 resized = tensor.data.view(torch.uint8)[rows.to(tensor.device)]
                 tensor.data = resized.view(tensor.dtype)
-        if hasattr(layer, "outputs"):  # a quantized one
+        if hasattr(layer, "outputs"):  # a quantized layer
             layer.outputs = size
     model.args = replace(model.args, vocab_size=size)
 
 
-def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether both tokenizers map every id to the same bytes or control token."""
-    same_layout = one.vocab_size == other.vocab_size and one.control == other.control
-    return same_layout and all(one.piece(i) == other.piece(i) for i in range(one.vocab_size))
+    same_layout = a.vocab_size == b.vocab_size and a.control == b.control
+    return same_layout and all(a.piece(i) == b.piece(i) for i in range(a.vocab_size))

@@ -10,14 +10,14 @@ import torch
 from common.errors import counted
 from common.machine import free_memory
 
-CONVERSATIONS, EPOCHS, ANSWER_TOKENS = 4000, 4, 256  # defaults
+CONVERSATIONS, EPOCHS, MAX_ANSWER_TOKENS = 4000, 4, 256  # defaults
 TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
 ANSWER_FRACTION = 0.7  # mean length of an answer / --max-new-tokens
 PROMPT_FRACTION = 0.3  # prompt tokens per answer token
 CACHE_FRACTION = 0.5  # of the free memory, for target hidden states; the rest is recomputed in each epoch
-STATES = 4  # hidden states cached per token: three layers and the last
+CACHED_STATES = 4  # hidden states cached per token: three layers and the last
 # Answer tokens in the training data, acceptance length: EAGLE-3 heads of a 135M target (heads/README.md).
-MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
+MEASURED_TAU = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
 MATRIX_SIZES = {"cpu": 256, "cuda": 4096}  # for `measured_flops`; on a CPU a product fits in one time slice
 
 
@@ -27,20 +27,20 @@ def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:
     On a CPU: the fastest product on one thread within `seconds`, times the number of threads, so that other
     processes do not distort it.
     """
-    kind, threads = torch.device(device).type, torch.get_num_threads()
-    size, times, began = MATRIX_SIZES[kind], [], time.perf_counter()
-    a, b = torch.randn(2, size, size, device=device).to(torch.float32 if kind == "cpu" else torch.bfloat16)
+    on_cpu, threads = torch.device(device).type == "cpu", torch.get_num_threads()
+    size, times, start_time = MATRIX_SIZES["cpu" if on_cpu else "cuda"], [], time.perf_counter()
+    a, b = torch.randn(2, size, size, device=device).to(torch.float32 if on_cpu else torch.bfloat16)
     torch.set_num_threads(1)
-    while len(times) < 9 or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
+    while len(times) < 9 or time.perf_counter() - start_time < seconds:
+        product_start = time.perf_counter()
         (a @ b).sum().item()  # waits for a GPU
-        times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - product_start)
     torch.set_num_threads(threads)
-    return 2 * size**3 / min(times) * (threads if kind == "cpu" else 1)
+    return 2 * size**3 / min(times) * (threads if on_cpu else 1)
 
 
-def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
-    """Return the active weights per token of the target and of an EAGLE-3 head."""
+def active_weights(config: dict, draft_vocab: int) -> tuple[int, int]:
+    """Return the number of active weights per token of the target and of an EAGLE-3 head."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = config["head_dim"] * (config["num_heads"] + config["num_kv_heads"]) * 2
     layer = hidden * (attention + 3 * inner * (config.get("experts_per_token") or 1))
@@ -49,40 +49,43 @@ def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
 
 
 def state_bytes() -> int:
-    """Return the memory for the target's hidden states during training, in bytes."""
+    """Return the maximum bytes of cached hidden states of the target during training."""
     return int((free_memory(torch.device("cpu")) or 0) * CACHE_FRACTION)
 
 
-def phases(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> dict[str, float]:
-    """Return the hours of each phase. answer: maximum tokens of an answer. flops: FLOP/s."""
-    tokens = conversations * answer * ANSWER_FRACTION
-    read = tokens * (1 + PROMPT_FRACTION)
-    target, head = weights(config, 8192)
-    cached = min(1.0, state_bytes() / (read * STATES * 2 * config["hidden_size"]))
+def phase_hours(
+    config: dict, conversations: int, max_answer: int, epochs: int, flops: float
+) -> dict[str, float]:
+    """Return the hours of each phase. max_answer: maximum number of tokens of an answer. flops: FLOP/s."""
+    tokens = conversations * max_answer * ANSWER_FRACTION
+    read_tokens = tokens * (1 + PROMPT_FRACTION)
+    target, head = active_weights(config, 8192)
+    cached = min(1.0, state_bytes() / (read_tokens * CACHED_STATES * 2 * config["hidden_size"]))
+    target_flops = 2 * target * read_tokens
     operations = {
-        "data": 2 * target * read, "features": 2 * target * read * (1 + (epochs - 1) * (1 - cached)),
-        "training": 6 * head * TTT_STEPS * read * epochs,
+        "data": target_flops, "features": target_flops * (1 + (epochs - 1) * (1 - cached)),
+        "training": 6 * head * TTT_STEPS * read_tokens * epochs,
     }
     return {name: count / flops / 3600 for name, count in operations.items()}
 
 
-def min_minutes(config: dict, answer: int, flops: float) -> int:
+def min_minutes(config: dict, max_answer: int, flops: float) -> int:
     """Return the minimum of --minutes: eight conversations in the first half, then one training step."""
-    return math.ceil(120 * sum(phases(config, 8, answer, 1, flops).values()))
+    return math.ceil(120 * sum(phase_hours(config, 8, max_answer, 1, flops).values()))
 
 
 def expected_tau(tokens: float) -> float:
     """Return the acceptance length to expect after training on this many answer tokens, interpolated."""
-    points = [(math.log(n), tau) for n, tau in MEASURED]
-    at = min(max(math.log(max(tokens, 1)), points[0][0]), points[-1][0])
-    (x, low), (y, high) = next(pair for pair in pairwise(points) if at <= pair[1][0])
-    return low + (high - low) * (at - x) / (y - x)
+    points = [(math.log(n), tau) for n, tau in MEASURED_TAU]
+    x = min(max(math.log(max(tokens, 1)), points[0][0]), points[-1][0])
+    (x0, tau0), (x1, tau1) = next(pair for pair in pairwise(points) if x <= pair[1][0])
+    return tau0 + (tau1 - tau0) * (x - x0) / (x1 - x0)
 
 
-def describe(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> str:
-    """Format the hours of a run, see `phases`, and its expected acceptance length."""
-    hours = phases(config, conversations, answer, epochs, flops)
-    tokens = conversations * answer * ANSWER_FRACTION
+def describe(config: dict, conversations: int, max_answer: int, epochs: int, flops: float) -> str:
+    """Format the hours of a run, see `phase_hours`, and its expected acceptance length."""
+    hours = phase_hours(config, conversations, max_answer, epochs, flops)
+    tokens = conversations * max_answer * ANSWER_FRACTION
     parts = ", ".join(f"{name} {value:.1f}" for name, value in hours.items())
     return (
         f"about {sum(hours.values()):.1f} hours ({parts}) for {counted(conversations, 'conversation')},"

@@ -36,15 +36,16 @@ class Lookahead(StaticDrafter):
     buffers_by_slot = ("window", "pool")
 
     def __init__(self, vocab_size: int, columns: int = 7, level: int = 5, guesses: int = 7):
-        rows, right, down = level - 1, guesses, guesses + 1  # ranks of children in the window
+        rows = level - 1
+        right, down = guesses, guesses + 1  # ranks of the children in the next column and in the next row
         ngrams = [(g,) + (0,) * i for g in range(guesses) for i in range(rows)]
         cells = [(right,) * c + (down,) * r for r in range(rows) for c in range(columns)]
         shape = PathTree((*ngrams, *cells[1:]))  # without the root
         super().__init__(shape)
         self.vocab_size, self.columns, self.ngram_rows, self.guesses = vocab_size, columns, rows, guesses
-        # Index of each drafted node's token in the n-grams followed by the window; nodes of the last row.
-        source, place = {path: i for i, path in enumerate(ngrams + cells)}, shape.paths.index
-        newest = [place(path) + 1 for path in cells[-columns:]]
+        # source: index of each drafted node's token in (n-grams, window). newest: nodes of the last row.
+        source = {path: i for i, path in enumerate(ngrams + cells)}
+        newest = [shape.paths.index(path) + 1 for path in cells[-columns:]]
         register_constants(self, source=[source[path] for path in shape.paths], newest=newest)
 
     def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
@@ -58,9 +59,9 @@ class Lookahead(StaticDrafter):
 
     def reset(self, slot: int, prompt: list[int]) -> None:
         self.pool[slot] = EMPTY
-        generator = torch.Generator().manual_seed(10)
-        drawn = torch.randint(len(prompt), self.window.shape[1:], generator=generator)
-        self.window[slot] = torch.tensor(prompt)[drawn].to(self.window.device)
+        rng = torch.Generator().manual_seed(10)
+        index = torch.randint(len(prompt), self.window.shape[1:], generator=rng)
+        self.window[slot] = torch.tensor(prompt)[index].to(self.window.device)
 
     def propose(
         self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
@@ -72,27 +73,29 @@ class Lookahead(StaticDrafter):
         return self.static.with_tokens(torch.cat((root, torch.where(tokens == EMPTY, root, tokens)), 1))
 
     def observe(self, step: Step, state: State, logits: Tensor) -> None:
-        """Add the columns to the pool and shift the window by a row. Columns may share a first token, so they
-        are added one by one."""
+        """Add the window's columns to the pool and shift the window by a row.
+
+        Columns may have the same first token, so they are added one by one.
+        """
         predicted = step.draw(logits, None)[:, self.newest]
-        firsts = torch.cat((state.root, self.window[:, 0, 1:]), 1)
-        batch = torch.arange(len(firsts), device=firsts.device)
+        first_ids = torch.cat((state.root, self.window[:, 0, 1:]), 1)
+        batch = torch.arange(len(first_ids), device=first_ids.device)
         window = torch.cat((self.window[:, 1:], predicted[:, None]), 1)  # [B, N-1, W]
-        ngrams, order, active = window.int(), torch.arange(self.guesses, device=firsts.device), ~state.done
+        ngrams, order, active = window.int(), torch.arange(self.guesses, device=first_ids.device), ~state.done
         for c in range(self.columns):
-            known, new = self.pool[batch, firsts[:, c]], ngrams[:, None, :, c]  # [B, G, N-1], [B, 1, N-1]
+            known, new = self.pool[batch, first_ids[:, c]], ngrams[:, None, :, c]  # [B, G, N-1], [B, 1, N-1]
             same = (known == new).all(-1)
             # Remove the same n-gram, else the oldest.
             removed = torch.where(same.any(-1), same.long().argmax(-1), 0)[:, None]
-            kept = (order + (order >= removed)).clamp(max=self.guesses - 1)
-            moved = known.gather(1, kept[..., None].expand_as(known))
-            learned = torch.where((order == self.guesses - 1)[:, None], new, moved)
-            self.pool[batch, firsts[:, c]] = torch.where(active[:, None, None], learned, known)
+            source = (order + (order >= removed)).clamp(max=self.guesses - 1)
+            shifted = known.gather(1, source[..., None].expand_as(known))
+            updated = torch.where((order == self.guesses - 1)[:, None], new, shifted)
+            self.pool[batch, first_ids[:, c]] = torch.where(active[:, None, None], updated, known)
         self.window.copy_(torch.where(active[:, None, None], window, self.window))
 
 
 def build(setup: DrafterSetup) -> Lookahead:
-    """Build the drafter of these flags. Raises InputError if the tree is too large or joined with another."""
+    """Build the drafter. Raises InputError if the tree is too large or another method is combined with it."""
     if setup.method != setup.options.method:
         raise InputError(f"--speculate {setup.options.method}: lookahead cannot be combined; use it alone")
     columns, level, guesses = sizes = [setup.options.flags[f] for f in ("window", "level", "guess-set")]

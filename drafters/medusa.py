@@ -149,8 +149,9 @@ class MultiToken(StaticHeadDrafter):
         for i, level in enumerate(self.static.levels):
             if i:  # expand nodes of the previous level
                 paths = torch.cat((paths[:, level.parent_rows], tokens[-1][:, level.rows, None]), -1)
-            shift = None if noise is None else noise[:, i, None]
-            ranked = step.rank(head.head_logits(p, paths), shift, self.shape.width, self._draft_ids)
+            level_noise = None if noise is None else noise[:, i, None]
+            logits = head.head_logits(p, paths)
+            ranked = step.rank(logits, level_noise, self.shape.width, self._draft_ids)
             for levels, x in zip((scores, tokens), ranked):
                 levels.append(x.expand(-1, paths.shape[1], -1).flatten(1)[:, level.nodes])
         return self.static.with_tokens(torch.cat(tokens, 1), torch.cat(scores, 1))
@@ -170,11 +171,11 @@ def build(setup: DrafterSetup) -> MultiToken:
 
     Raises InputError if heads or tree do not fit.
     """
-    tree, usual = setup.options.tree, setup.default_tree
+    tree, default = setup.options.tree, setup.default_tree
     if not (tree in (None, "paper") or isinstance(tree, PathTree)):
         raise InputError(f"--speculate {setup.method}: takes a static tree: --tree FILE, a JSON list of paths"
                          " of ranks, or --tree paper")
     head = setup.load_head()
-    if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
+    if tree == "paper" or (tree is None and default == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
         tree = published_tree()
-    return MultiToken(head, tree or expected_tree(usual.nodes, head.args.guesses), setup.options.coupled)
+    return MultiToken(head, tree or expected_tree(default.nodes, head.args.guesses), setup.options.coupled)

@@ -17,16 +17,15 @@ from engine.state import State
 from engine.step import Step
 from tree import Tree, TreeShape, prune_candidates
 
-MIN_SCORE = math.log(0.2)  # with `costs`: joins a headless drafter's tree only if a node scores above it
+MIN_SCORE = math.log(0.2)  # with `costs`, join a headless drafter's tree only if a node scores above it
 
 
 def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
-    """Join two trees with one root, and keep the best `nodes` nodes, or fewer with `costs`.
+    """Join two trees with the same root, and keep the best `nodes` nodes, or fewer with `costs`.
 
-    A common path is kept once, with the better score. levels: the maximum below the root. A child never
+    A common path is kept once, with the higher score. levels: the maximum below the root. A child never
     outscores its parent; on a tie the parent comes first.
     """
-    first = one.tokens.shape[1]
     # [B, T2, T1]: nodes with equal token and depth.
     equal = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
     same = torch.zeros_like(equal)
@@ -36,11 +35,11 @@ def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
         same_parent = same.gather(1, other.parent[..., None].expand_as(same))
         same_parent = same_parent.gather(2, one.parent[:, None].expand_as(same))
         same = same | (equal & same_parent & ~roots)
-    known, match = same.any(-1), same.long().argmax(-1)
-    lowest = float("-inf")
-    better = torch.where(same, other.scores[..., None], lowest).amax(1)
-    scores = torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)
-    joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
+    duplicate, match = same.any(-1), same.long().argmax(-1)
+    duplicate_scores = torch.where(same, other.scores[..., None], float("-inf")).amax(1)
+    scores = torch.maximum(one.scores, duplicate_scores), other.scores.masked_fill(duplicate, float("-inf"))
+    appended = torch.arange(other.tokens.shape[1], device=match.device) + one.tokens.shape[1] - 1
+    joined = torch.where(duplicate, match, appended)  # index of each node of `other` in the joined tree
     parents = one.parent - 1, joined.gather(1, other.parent) - 1
     below = (torch.cat([x[:, 1:] for x in both], 1) for both in (scores, (one.tokens, other.tokens), parents))
     return prune_candidates(one.tokens[:, 0], *below, nodes, levels, costs)
@@ -54,17 +53,17 @@ def has_likely_node(tree: Tree) -> bool:
 class Mixed(Drafter):
     """Two drafters on one tree of `nodes` nodes, root included.
 
-    If one grows trees with a head, the joined tree has the size of the head's tree, and the scheduler may
-    size it as that of the head.
+    If one of them is resizable, such as a head, the joint tree has the size of its tree, and the scheduler
+    may resize it.
     """
 
     applies_costs = True
 
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
-        grown = next((part for part in parts if part.resizable), None)
-        nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
-        # The longest path has all nodes. But a network needs noise for every level of its own tree.
+        resizable = next((part for part in parts if part.resizable), None)
+        nodes = nodes or (resizable or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
+        # At most `nodes` levels can be kept, but a network needs noise for every level of its own tree.
         network_levels = max((part.shape.max_commit for part in parts if part.network is not None), default=0)
         levels = max(min(max(part.shape.max_commit for part in parts), nodes), network_levels) - 1
         super().__init__(TreeSize(nodes, levels))
@@ -88,9 +87,10 @@ class Mixed(Drafter):
         return next((part for part in self.parts if part.network is None), None)
 
     def with_tree(self, shape: TreeShape) -> Mixed:
-        """Return a copy with another tree size of the drafter that grows trees."""
-        grown = self.resizable_part
-        return Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
+        """Return a copy with another tree shape of the resizable drafter."""
+        resizable = self.resizable_part
+        parts = (part.with_tree(shape) if part is resizable else part for part in self.parts)
+        return Mixed(*parts, shape.nodes)
 
     @property
     def network(self) -> nn.Module | None:
@@ -99,9 +99,9 @@ class Mixed(Drafter):
 
     @property
     def extra_slots(self) -> int:
-        # A head's own tokens follow those of the longest commit.
-        own = max(part.extra_slots - part.shape.max_commit for part in self.parts)
-        return max(self.shape.nodes, own + self.shape.max_commit)
+        # A head's drafted tokens follow the tokens of the longest commit.
+        drafted = max(part.extra_slots - part.shape.max_commit for part in self.parts)
+        return max(self.shape.nodes, drafted + self.shape.max_commit)
 
     def allocate(self, *sizes) -> None:
         for part in self.parts:
@@ -111,9 +111,9 @@ class Mixed(Drafter):
         return sum(part.memory(*sizes) for part in self.parts)
 
     def rows(self, first: int, count: int) -> Drafter:
-        some = super().rows(first, count)
-        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
-        return some
+        view = super().rows(first, count)
+        view._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
+        return view
 
     def sequence(self, slot: int, length: int) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part.sequence(slot, length)]
@@ -139,7 +139,7 @@ class Mixed(Drafter):
             resizable = part is self.resizable_part
             tree = step.draft(part, state, slots, noise, costs if resizable else None)
             if trees and costs is not None and part.network is None and not has_likely_node(tree):
-                continue  # joining would cost more than it gains
+                continue  # joining the trees would cost more time than it saves
             factor = 1 + (part.sampled_score_factor - 1) * temperature
             trees.append(tree._replace(scores=tree.scores * factor))
             levels = tree.levels if resizable else levels

@@ -68,37 +68,38 @@ class TokenFile(nn.Module):
     def __init__(self, tokens: Tensor):
         super().__init__()
         sample = tokens[:: max(1, len(tokens) // 4096)].cpu().numpy().tobytes()
-        self.identity = f"{len(tokens)} {hashlib.sha256(sample).hexdigest()[:16]}"
+        self.fingerprint = f"{len(tokens)} {hashlib.sha256(sample).hexdigest()[:16]}"
         register_constants(self, tokens=tokens)
         for n in INDEXED_LENGTHS:
             keys, starts = ngram_hashes(tokens, n).sort(stable=True)
             register_constants(self, **{f"keys{n}": keys, f"starts{n}": starts.int()})
 
-    def occurrences(self, texts: Tensor, length: Tensor, ahead: int) -> Tensor:
-        """Find occurrences of the n-gram that ends each sequence of texts [B, S] at index `length` [B].
+    def occurrences(self, sequences: Tensor, length: Tensor, num_next: int) -> Tensor:
+        """Find occurrences of the n-gram that ends each of sequences [B, S] at index `length` [B].
 
-        Returns [B, MAX_HITS * (INDEXED_LENGTHS[0] + ahead + 1)]: per occurrence the context, `ahead` tokens
-        after it and a SEPARATOR. Longer n-grams go first; if there are more than MAX_HITS, an evenly spaced
-        sample. Sorted by agreement with the other continuations, most frequent last: later matches win ties.
+        Returns [B, MAX_HITS * (INDEXED_LENGTHS[0] + num_next + 1)]: per occurrence the context, `num_next`
+        tokens after it and a SEPARATOR. Longer n-grams go first. If there are more than MAX_HITS, an evenly
+        spaced sample. Sorted by agreement with the other continuations, most frequent last: later matches win
+        ties.
         """
-        hit, size = torch.arange(MAX_HITS, device=texts.device), INDEXED_LENGTHS[0]
-        back = torch.arange(1 - size, 1, device=texts.device)
-        context = texts.gather(1, (length[:, None] + back).clamp(min=0))
-        ends = hit.new_full((len(texts), MAX_HITS), -1)  # index of each occurrence's last token; -1: unused
+        hit, size = torch.arange(MAX_HITS, device=sequences.device), INDEXED_LENGTHS[0]
+        back = torch.arange(1 - size, 1, device=sequences.device)
+        context = sequences.gather(1, (length[:, None] + back).clamp(min=0))
+        ends = hit.new_full((len(sequences), MAX_HITS), -1)  # index of each hit's last token; -1: unused
         for n in INDEXED_LENGTHS:
             keys, starts = getattr(self, f"keys{n}"), getattr(self, f"starts{n}")
             key = ngram_hashes(context[:, -n:], n)
             first, after = torch.searchsorted(keys, key), torch.searchsorted(keys, key, right=True)
             count = torch.where(n <= length[:, None] + 1, after - first, 0)
-            at = first + hit * count // count.clamp(1, MAX_HITS)
-            found = starts[at.clamp(max=len(starts) - 1)].long() + n - 1
-            ends = torch.where((ends < 0) & (hit < count), found, ends)
-        index = ends[..., None] + torch.arange(1 - size, ahead + 1, device=texts.device)
+            entry = first + hit * count // count.clamp(1, MAX_HITS)
+            hit_ends = starts[entry.clamp(max=len(starts) - 1)].long() + n - 1
+            ends = torch.where((ends < 0) & (hit < count), hit_ends, ends)
+        index = ends[..., None] + torch.arange(1 - size, num_next + 1, device=sequences.device)
         inside = (index >= 0) & (index < len(self.tokens)) & (ends >= 0)[..., None]
         tokens = self.tokens[index.clamp(0, len(self.tokens) - 1)].long()
-        tokens = torch.where(inside, tokens, SEPARATOR)  # [B, MAX_HITS, size + ahead]
-        follows = tokens[..., size:]
-        agreement = (follows[:, None] == follows[:, :, None]).cumprod(-1).sum((-1, -2))
+        tokens = torch.where(inside, tokens, SEPARATOR)  # [B, MAX_HITS, size + num_next]
+        following = tokens[..., size:]
+        agreement = (following[:, None] == following[:, :, None]).cumprod(-1).sum((-1, -2))
         order = torch.where(ends < 0, -1, agreement).argsort(stable=True)
         ordered = tokens.gather(1, order[..., None].expand_as(tokens))
         return F.pad(ordered, (0, 1), value=SEPARATOR).flatten(1)
@@ -120,7 +121,7 @@ class NGram(StaticDrafter):
         shape = chain_tree(tuple(lengths))
         super().__init__(shape)
         self.lengths, self.min_match, self.max_match = tuple(lengths), min_match, max_match
-        self.file, self.fingerprint = file, file.identity if file else ""
+        self.file, self.fingerprint = file, file.fingerprint if file else ""
         register_constants(self, history=torch.full((1, history), SEPARATOR))
         # Of each drafted node: the index of its chain and its depth (1: first token after the match).
         register_constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
@@ -139,16 +140,16 @@ class NGram(StaticDrafter):
 
     def sources(self, state: State, slots: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return (tokens to search [B, S], index of the root [B], S - 1: number of positions to match)."""
-        count, found = slots.shape[0], []
+        count, sources = slots.shape[0], []
         if self.file is not None:
-            found.append(self.file.occurrences(state.tokens, state.length, max(self.lengths)))
+            sources.append(self.file.occurrences(state.tokens, state.length, max(self.lengths)))
         if self.history.shape[1]:
-            found.append(self.history.expand(len(state.tokens), -1))
-        if not found:
+            sources.append(self.history.expand(len(state.tokens), -1))
+        if not sources:
             return state.tokens, state.length, count
-        tokens = torch.cat((*found, state.tokens[:, : count + 1]), 1)
-        before = tokens.shape[1] - count - 1
-        return tokens, state.length + before, count + before
+        tokens = torch.cat((*sources, state.tokens[:, : count + 1]), 1)
+        offset = tokens.shape[1] - count - 1
+        return tokens, state.length + offset, count + offset
 
     def propose(
         self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
@@ -163,14 +164,14 @@ class NGram(StaticDrafter):
         root (index `length` [B]), at most `max_match`. It is 0 at and after the root, and where no token
         follows.
         """
-        searched, follows = tokens[:, :count], tokens[:, 1 : count + 1]
+        searched, next_tokens = tokens[:, :count], tokens[:, 1 : count + 1]
         matched = torch.zeros_like(searched)
-        equal = (torch.arange(count, device=tokens.device) < length[:, None]) & (follows >= 0)
-        for back in range(self.max_match):
-            wanted = tokens.gather(1, (length[:, None] - back).clamp(min=0))
-            before = searched.roll(back, 1)
-            before[:, :back] = SEPARATOR
-            equal = equal & (before == wanted) & (wanted >= 0)
+        equal = (torch.arange(count, device=tokens.device) < length[:, None]) & (next_tokens >= 0)
+        for back in range(self.max_match):  # compare the tokens `back` positions before
+            query = tokens.gather(1, (length[:, None] - back).clamp(min=0))
+            shifted = searched.roll(back, 1)
+            shifted[:, :back] = SEPARATOR
+            equal = equal & (shifted == query) & (query >= 0)
             matched = matched + equal
         return matched
 
@@ -181,24 +182,24 @@ class NGram(StaticDrafter):
         log-probability -inf.
         """
         length = length[:, None]
-        root, follows = tokens.gather(1, length), tokens[:, 1 : count + 1]
+        root, next_tokens = tokens.gather(1, length), tokens[:, 1 : count + 1]
         matched, index = self.matches(tokens, length[:, 0], count), torch.arange(count, device=tokens.device)
         # The longest match; ties go to the latest.
         score = torch.where(matched >= self.min_match, matched * count + index, -1)
-        starts, live = [], []
+        starts, valid = [], []
         for _ in self.lengths:
-            best, at = score.max(1, keepdim=True)
-            starts.append(at)
-            live.append(best >= 0)
-            score = torch.where(follows == follows.gather(1, at), -1, score)  # distinct first tokens
-        starts, live = torch.cat(starts, 1)[:, self.chain], torch.cat(live, 1)[:, self.chain]  # [B, T-1]
+            best, start = score.max(1, keepdim=True)
+            starts.append(start)
+            valid.append(best >= 0)
+            score = torch.where(next_tokens == next_tokens.gather(1, start), -1, score)  # distinct tokens
+        starts, valid = torch.cat(starts, 1)[:, self.chain], torch.cat(valid, 1)[:, self.chain]  # [B, T-1]
         # If the continuation reaches the root, the text is periodic: wrap around to continue the repetition.
         period = (length - starts).clamp(min=1)
         drafted = tokens.gather(1, starts + 1 + (self.ahead - 1) % period)
-        live, matched = live & (drafted >= 0), matched.gather(1, starts)
+        valid, matched = valid & (drafted >= 0), matched.gather(1, starts)
         scores = torch.where(self.ahead == 1, self.first_scores[matched], self.later_scores[matched])
-        scores = torch.where(live, scores, float("-inf"))
-        tree = torch.cat((root, torch.where(live, drafted, root)), 1)
+        scores = torch.where(valid, scores, float("-inf"))
+        tree = torch.cat((root, torch.where(valid, drafted, root)), 1)
         return tree, torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
 
 
@@ -219,8 +220,8 @@ def build(setup: DrafterSetup) -> NGram:
 
 def open_datastore(path: Path, vocab_size: int) -> Tensor:
     """Memory-map a datastore: [M] int32. Raises InputError if an id is beyond `vocab_size`."""
-    count, rest = divmod(check_file(path), torch.int32.itemsize)
-    if rest or not INDEXED_LENGTHS[0] <= count < 2**31:
+    count, remainder = divmod(check_file(path), torch.int32.itemsize)
+    if remainder or not INDEXED_LENGTHS[0] <= count < 2**31:
         raise InputError(f"--datastore {path}: is not a file of {INDEXED_LENGTHS[0]} to 2^31 - 1 int32 token"
                          " ids; write one with python -m drafters.ngram")
     tokens = torch.from_file(str(path), shared=False, size=count, dtype=torch.int32)
@@ -261,20 +262,20 @@ def parser() -> Options:
     return p
 
 
-def run(o: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Tokenize the files and write the datastore. Raises InputError and OSError."""
-    read_config(o.checkpoint, "target")
-    tokenizer, count = Tokenizer.load(o.checkpoint), 0
+    read_config(args.checkpoint, "target")
+    tokenizer, count = Tokenizer.load(args.checkpoint), 0
     if tokenizer is None:
-        raise InputError(f"{o.checkpoint}: has no tokenizer")
-    with atomic_path(o.out) as part, open(part, "wb") as out:
-        for path in o.files:
+        raise InputError(f"{args.checkpoint}: has no tokenizer; use a target that has one")
+    with atomic_path(args.out) as part, open(part, "wb") as out:
+        for path in args.files:
             for ids in filter(None, read_ids(Path(path), tokenizer)):
                 out.write(torch.tensor([*ids, SEPARATOR], dtype=torch.int32).numpy().tobytes())
                 count += len(ids)
         if not count:
-            raise InputError(f"{', '.join(o.files)}: no text")
-    print(f"wrote {o.out}: {counted(count, 'token')}")
+            raise InputError(f"{', '.join(args.files)}: no text")
+    print(f"wrote {args.out}: {counted(count, 'token')}")
 
 
 def main(argv: list[str] | None = None) -> int:

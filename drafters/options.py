@@ -9,13 +9,13 @@ from extensions import METHOD_FLAGS, METHODS, Method, MethodFlag
 
 
 def is_resizable(name: str) -> bool:
-    """Return whether a method, or one of two joined ones, grows trees of any size."""
+    """Return whether a method, or one of two combined ones, drafts trees of any size."""
     return any(method.resizable for method in methods_of(name).values())
 
 
 def flags_of(name: str) -> dict[str, MethodFlag]:
-    """Return the flags of a method, or of two joined ones."""
-    return {flag: about for flag, about in METHOD_FLAGS.items() if about.method in methods_of(name)}
+    """Return the flags of a method, or of two combined ones."""
+    return {flag: info for flag, info in METHOD_FLAGS.items() if info.method in methods_of(name)}
 
 
 def check(drafting: DraftOptions, methods: dict[str, Method]) -> dict:
@@ -24,19 +24,19 @@ def check(drafting: DraftOptions, methods: dict[str, Method]) -> dict:
     if window is not None and (type(window) is not int or window < 0):
         raise InputError(f"--draft-window {window!r}: must be at least 1 token, or 0 for all")
     if window is not None and not is_resizable(name):
-        takers = ", ".join(filter(is_resizable, METHODS))
-        raise InputError(f"--draft-window {window}: is for heads with attention ({takers}); leave it out")
-    own = flags_of(name)
-    flags = {flag: about.default for flag, about in own.items()} | drafting.flags
+        supported = ", ".join(filter(is_resizable, METHODS))
+        raise InputError(f"--draft-window {window}: is for heads with attention ({supported}); leave it out")
+    known = flags_of(name)
+    flags = {flag: info.default for flag, info in known.items()} | drafting.flags
     for flag, value in flags.items():
-        if flag not in own:
+        if flag not in known:
             owner = METHOD_FLAGS[flag].method if flag in METHOD_FLAGS else "no method"
             raise InputError(f"--{flag} belongs to --speculate {owner}; leave it out")
-        _, default, what, minimum = own[flag]
+        _, default, what, minimum = known[flag]
         if value is None:
             raise InputError(f"--speculate {name}: needs --{flag}, the {what}")
         if default is None and not Path(value).is_file():
-            raise InputError(f"--{flag} {value}: no such file; name the {what}")
+            raise InputError(f"--{flag} {value}: no such file; pass the {what}")
         if default is not None and not (type(value) is int and minimum <= value <= MAX_TREE_NODES):
             raise InputError(f"--{flag} {value!r}: must be {minimum} to {MAX_TREE_NODES:,}")
     return flags

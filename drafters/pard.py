@@ -23,7 +23,7 @@ LEVELS = 8  # of the default tree
 
 
 class Pard(OnePassDrafter, DraftModel):
-    """A draft model that reads mask tokens after the root (PARD). mask_id: the mask token.
+    """A draft model that reads mask tokens after the root (PARD). mask_id: id of the mask token.
 
     Other arguments and errors are those of `DraftModel`.
     """
@@ -32,10 +32,10 @@ class Pard(OnePassDrafter, DraftModel):
         super().__init__(model, shape, coupled)
         self.mask_id = mask_id
 
-    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+    def _draft(self, state, W: int, positions: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
         known = state.tokens.gather(1, positions[:, :W])
-        tokens = torch.cat((known, known.new_full((len(known), self.block_rows), self.mask_id)), 1)
-        h, _ = self.model(tokens, positions, own, visible, self.caches, **self.more_inputs(state, W))
+        tokens = torch.cat((known, known.new_full((len(known), self.num_mask_tokens), self.mask_id)), 1)
+        h, _ = self.model(tokens, positions, slots, visible, self.caches, **self.more_inputs(state, W))
         return torch.cat((gather_tokens(h, last_unread(state, W)), h[:, W:]), 1)
 
     def more_inputs(self, state, W: int) -> dict:
@@ -53,53 +53,54 @@ class Pard2Drafter(Pard):
 
     def __init__(self, model: Pard2, shape: TreeShape, coupled: bool = True, *, target: Transformer, **mask):
         super().__init__(model, shape, coupled, **mask)
-        a, depth = model.args, target.args.num_layers
-        self.aux_layers = tuple(i + depth + 1 if i < 0 else i for i in a.feature_layers)
-        if a.feature_size != len(self.aux_layers) * target.args.hidden_size or not (
+        args, depth = model.args, target.args.num_layers
+        self.aux_layers = tuple(i + depth + 1 if i < 0 else i for i in args.feature_layers)
+        if args.feature_size != len(self.aux_layers) * target.args.hidden_size or not (
                 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= depth):
-            raise InputError(f"--draft: the draft model reads features of size {a.feature_size} from layers"
-                             f" {list(a.feature_layers)}; the target has {depth} layers of size"
+            raise InputError(f"--draft: the draft model reads features of size {args.feature_size} from"
+                             f" layers {list(args.feature_layers)}; the target has {depth} layers of size"
                              f" {target.args.hidden_size}; use another draft model or target")
-        self.normed = target.args.hidden_size * (self.aux_layers[-1] == depth)
-        self.norm = (target.norm,)  # in a tuple: not its own
+        reads_output = self.aux_layers[-1] == depth
+        self.normed_size = target.args.hidden_size if reads_output else 0
+        self.norm = (target.norm,)  # in a tuple: else it would be registered as a submodule
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().allocate(batch, slots, dtype, device)
         last = torch.zeros(batch, self.model.args.feature_size, dtype=dtype, device=device)
         self.register_buffer("last", last, persistent=False)
 
-    def _keep(self, last: Tensor, active: Tensor) -> None:
+    def _update_last(self, last: Tensor, active: Tensor) -> None:
         """Update `last` of active sequences [B]."""
         self.last.copy_(torch.where(active[:, None], last, self.last))
 
     def own_features(self, features: Tensor) -> Tensor:
         features = HeadDrafter.own_features(self, features)
-        if not self.normed:
+        if not self.normed_size:
             return features
-        raw, last = features.split((features.shape[-1] - self.normed, self.normed), dim=-1)
+        raw, last = features.split((features.shape[-1] - self.normed_size, self.normed_size), dim=-1)
         return torch.cat((raw, self.norm[0](last.contiguous())), dim=-1)
 
     def prefill(self, state: State, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         features, tokens = self.own_features(features), state.tokens.gather(1, positions)
         before = torch.where(positions[:, :1] > 0, self.last, 0)[:, None]
-        self._keep(features[:, -1], state.prefilling | ~state.done)
+        self._update_last(features[:, -1], state.prefilling | ~state.done)
         self.model(tokens, positions, positions, visible, self.caches,
                    features=torch.cat((before, features[:, :-1]), 1))
 
     def more_inputs(self, state: State, W: int) -> dict:
         features = self.own_features(state.features[:, :W])
         last = gather_tokens(features, last_unread(state, W))
-        self._keep(last[:, 0], ~state.done)
-        return {"features": torch.cat((features, last.expand(-1, self.block_rows, -1)), 1)}
+        self._update_last(last[:, 0], ~state.done)
+        return {"features": torch.cat((features, last.expand(-1, self.num_mask_tokens, -1)), 1)}
 
 
 def build(setup: DrafterSetup) -> DraftModel:
     """Load the model of --draft. Errors are those of `load_drafter`."""
-    (model, own), tree, coupled = load_drafter(setup), setup.tree, setup.options.coupled
-    if (mask := own.get("pard_token")) is None:
+    (model, config), tree, coupled = load_drafter(setup), setup.tree, setup.options.coupled
+    if (mask_id := config.get("pard_token")) is None:
         return DraftModel(model, tree, coupled)
     if setup.options.tree in (None, "auto"):
         tree = full_depth_tree(tree, LEVELS)
     if isinstance(model, Pard2):
-        return Pard2Drafter(model, tree, coupled, mask_id=mask, target=setup.target)
-    return Pard(model, tree, coupled, mask_id=mask)
+        return Pard2Drafter(model, tree, coupled, mask_id=mask_id, target=setup.target)
+    return Pard(model, tree, coupled, mask_id=mask_id)

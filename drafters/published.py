@@ -7,20 +7,28 @@ from pathlib import Path
 from shlex import quote
 
 from common.names import program
-from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, measured_flops, phases, weights
+from drafters.estimate import (
+    CONVERSATIONS,
+    EPOCHS,
+    MAX_ANSWER_TOKENS,
+    active_weights,
+    measured_flops,
+    phase_hours,
+)
 from engine.target import Runtime
 
-# heads: on the Hugging Face hub, by layers, hidden size and vocabulary of their target. Models share shapes.
-# siblings: part of a target's name -> small model of its family and number of weights; first match wins.
+# heads: ids on the Hugging Face hub, by layers, hidden size and vocabulary of their target. Several models
+# may share a shape. siblings: part of a target's name -> small model of its family and its number of weights;
+# the first match wins.
 TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
-# For `auto`: maximum bytes that a token reads of a draft model / of the target. A 0.5B with lookup made
-# a 1.5B faster in w8a8 (0.32) and in w4a8 with its lm_head in 4 bits too (0.29): docs/benchmarks.md.
+# For `auto`: maximum of (bytes of weights read per token by the draft model) / (by the target). A 0.5B with
+# lookup made a 1.5B faster at 0.32 (w8a8) and at 0.29 (w4a8, lm_head too): docs/benchmarks.md.
 MAX_DRAFT_SIZE = 1 / 3
 OPENINGS = Path(__file__).parents[1] / "heads" / "openings.txt"
 
 
 def advice(checkpoint: Path, config: dict) -> Iterator[str]:
-    """Yield a line for each way to a drafter for a target. config: its config.json."""
+    """Yield lines that suggest drafters for a target. config: its config.json."""
     shape = " ".join(str(config[key]) for key in ("num_layers", "hidden_size", "vocab_size"))
     if names := TABLES["heads"].get(shape):
         yield "  a published head for this shape, if it was trained for this model:"
@@ -28,7 +36,7 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
                     for head in names)
     else:
         yield "  a published head: none known for this shape"
-    name, size = str(config.get("name", checkpoint.name)).lower(), weights(config, 0)[0]
+    name, size = str(config.get("name", checkpoint.name)).lower(), active_weights(config, 0)[0]
     small = next((model for part, model in TABLES["siblings"].items() if part in name), None)
     if small and small[1] <= MAX_DRAFT_SIZE * size:
         yield f"  a draft model of the same family: --draft {small[0]}"
@@ -37,7 +45,7 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
                " --draft takes any model with the same vocabulary")
     openings = OPENINGS.relative_to(Path.cwd()) if OPENINGS.is_relative_to(Path.cwd()) else OPENINGS
     flops = measured_flops(Runtime().device_name)
-    hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
+    hours = sum(phase_hours(config, CONVERSATIONS, MAX_ANSWER_TOKENS, EPOCHS, flops).values())
     yield (f"  train a head, about {hours:.1f} hours on this machine: {program('train')}"
            f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}"
            f" --openings {quote(str(openings))} --out {quote(f'runs/{checkpoint.name}')}")

@@ -42,7 +42,7 @@ class TreeSize:
 
     @property
     def name(self) -> str:
-        """The name in statistics."""
+        """Name in statistics."""
         return f"{self.nodes} nodes"
 
     def limited(self, nodes: int, levels: int) -> TreeSize:
@@ -53,7 +53,7 @@ class TreeSize:
 class Level(NamedTuple):
     """One level of a `PathTree`. Its rows are the expanded nodes of the previous level, in order."""
 
-    nodes: list[int]  # indices of the drafted nodes in the rows' ranked children: row * width + rank
+    nodes: list[int]  # index of each drafted node among the ranked children of all rows: row * width + rank
     rows: list[int]  # indices of the expanded nodes in the previous level's drafted nodes
     parent_rows: list[int]  # the previous level's rows that drafted them
     visible: list[list[bool]]  # [rows, all rows so far]: the rows that each row attends to, itself included
@@ -80,7 +80,7 @@ class PathTree:
             if len(path) > 1 and path[:-1] not in known:
                 raise InputError(f"tree: path {list(path)} has no parent {list(path[:-1])}")
         if len(known) != len(self.paths):
-            raise InputError("tree: a path is given twice")
+            raise InputError("tree: a path is repeated")
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
 
     @property
@@ -90,7 +90,7 @@ class PathTree:
 
     @property
     def width(self) -> int:
-        """The number of children of a row that are ranked."""
+        """Number of ranked children per row: the top k that are computed."""
         return 1 + max(max(p) for p in self.paths)
 
     @property
@@ -126,7 +126,7 @@ class PathTree:
         for depth in range(1, self.max_commit):
             level = [p for p in self.paths if len(p) == depth]
             expanded = [p for p in previous if p in inner]
-            rows = expanded or [()]  # the root's row is the catch-up's
+            rows = expanded or [()]  # the first level's row is the output of the catch-up
             drafted += expanded
             result.append(Level(
                 [rows.index(p[:-1]) * self.width + p[-1] for p in level],
@@ -146,10 +146,10 @@ def chain_tree(lengths: tuple[int, ...]) -> PathTree:
 
 
 def expected_tree(nodes: int, levels: int) -> PathTree:
-    """Return the static tree of the `nodes` nodes, root included, with the highest assumed acceptance.
+    """Return the static tree of `nodes` nodes, root included, with the highest assumed acceptance length.
 
-    Assumed for the top-1 child: 0.6 at the first level, times 0.9 at each further level; for the child of
-    rank n: 0.25/n of that. Raises InputError if there is nothing to draft.
+    Given an accepted parent, a top-1 child is accepted with probability 0.6 at the first level, times 0.9 at
+    each further level; a child of rank n with 0.25/n of that. Raises InputError if there is nothing to draft.
     """
     if nodes < 2 or levels < 1:
         raise InputError(f"tree: {nodes} nodes on {levels} levels draft nothing")
@@ -244,16 +244,16 @@ class StaticHeadDrafter(HeadDrafter):
     ) -> Tree:
         noise, B, k = self.draft_noise(noise), state.length.shape[0], self.shape.width
         h = self.catch_up(step, state, slots)
-        tokens, scores, used = [state.root], [], 0
+        tokens, scores, drafted = [state.root], [], 0
         for i, level in enumerate(self.static.levels):
             if i:  # expand nodes of the previous level
                 count = len(level.rows)
-                own = state.length[:, None] + used + torch.arange(count, device=slots.device)
+                own_slots = state.length[:, None] + drafted + torch.arange(count, device=slots.device)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
                 visible = step.mask(slots, state.length, level.visible.expand(B, -1, -1))
                 expanded, feature = tokens[-1][:, level.rows], h[:, level.parent_rows]
-                h = self._forward(expanded, feature, positions, own, visible)
-                used += count
+                h = self._forward(expanded, feature, positions, own_slots, visible)
+                drafted += count
             level_scores, ranked = (x.flatten(1) for x in self._top_k(step, h, noise, i, k))
             tokens.append(ranked[:, level.nodes])  # of [B, rows * k]
             scores.append(level_scores[:, level.nodes])

@@ -1,7 +1,7 @@
 """Gemma 4's assistants (`google/gemma-4-*-it-assistant`): heads without a KV cache.
 
-Their layers attend to the KV cache of the target's last layer of the same kind. All queries are at the
-position of the root. Source: transformers' modeling_gemma4_assistant.py.
+Each layer attends to the KV cache of the target's last layer of the same attention type. All queries are at
+the position of the root. Source: transformers' modeling_gemma4_assistant.py.
 """
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class AssistantArgs(HeadArgs, Gemma4Args):
     active_clusters: whole(0, 2**20) = 0  # only their tokens get logits
 
     def constraints(self) -> list[tuple[str, bool, str]]:
-        even = not self.clusters or self.vocab_size % self.clusters == 0
-        fits = even and (self.active_clusters > 0) == (self.clusters > 0)
-        return [*super().constraints(), ("clusters", fits, "a divisor of vocab_size, with some active")]
+        divides = not self.clusters or self.vocab_size % self.clusters == 0
+        valid = divides and (self.active_clusters > 0) == (self.clusters > 0)
+        return [*super().constraints(), ("clusters", valid, "a divisor of vocab_size, with some active")]
 
-    def check_caches(self, target: ModelArgs, where: object) -> None:
-        """Raise InputError unless it can read the caches of this target."""
+    def check_caches(self, target: ModelArgs, source: object) -> None:
+        """Raise InputError unless it can read the caches of this target. source: the assistant, in errors."""
         for name in CACHE_SIZES:
-            if (size := getattr(self, name)) != (found := getattr(target, name, None)):
-                raise InputError(f"{where}: the assistant was made for another target: {name} {size}, this"
-                                 f" target has {found}")
+            if (size := getattr(self, name)) != (target_size := getattr(target, name, None)):
+                raise InputError(f"{source}: the assistant is for another target: its {name} is {size}, this"
+                                 f" target's {target_size}")
 
 
 class AssistantBlock(Gemma4Block):
@@ -80,9 +80,10 @@ class AssistantHead(Head):
         self.args.check_caches(target.args, "--draft")
         if self.args.clusters:
             self.lm_head = nn.Identity()  # `logits` reads rows of the table
-        self.target = [target]  # in a list: its weights are not this module's
-        kinds = [layer.other_rope for layer in target.layers]
-        self.producers = [len(kinds) - 1 - kinds[::-1].index(layer.other_rope) for layer in self.layers]
+        self.target = [target]  # in a list: else it would be registered as a submodule
+        # By layer: the last target layer with the same attention type, whose cache it reads.
+        types = [layer.other_rope for layer in target.layers]
+        self.producers = [len(types) - 1 - types[::-1].index(layer.other_rope) for layer in self.layers]
 
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
@@ -99,13 +100,13 @@ class AssistantHead(Head):
         return torch.cat((self.w_out(x), x), dim=-1)
 
     def logits(self, feature: Tensor) -> Tensor:
-        """See `Head.logits`. Tokens of inactive clusters have 1 less than the lowest other logit."""
+        """See `Head.logits`. Tokens of inactive clusters get the lowest active logit minus 1."""
         x, args = feature[..., -self.args.hidden_size :].contiguous(), self.args
         if not args.clusters:
             return self.lm_head.logits(x)
         active = self.w_clusters(x).topk(args.active_clusters, dim=-1).indices
         order = self.token_order.view(torch.int32).view(args.clusters, -1)
         tokens = order[active].flatten(-2).long()
-        found = ordered_sum(self.embed(tokens).float() * x[..., None, :].float())
-        lowest = (found.amin(-1, keepdim=True) - 1).expand(*found.shape[:-1], args.vocab_size)
-        return lowest.scatter(-1, tokens, found)
+        logits = ordered_sum(self.embed(tokens).float() * x[..., None, :].float())
+        inactive = (logits.amin(-1, keepdim=True) - 1).expand(*logits.shape[:-1], args.vocab_size)
+        return inactive.scatter(-1, tokens, logits)

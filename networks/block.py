@@ -20,7 +20,7 @@ from networks.markov import Markov, MarkovArgs
 
 @dataclass(frozen=True, kw_only=True)
 class BlockArgs(MarkovArgs):
-    """Shape of a block head. A block is the anchor, which is the root, and mask tokens."""
+    """Shape of a block head. A block is the anchor (the root) followed by mask tokens."""
 
     block: whole(1, 256) = 8  # tokens of a block, anchor included
     from_anchor: Flag = False  # token j drafts position j+1 after the anchor; else position j
@@ -39,7 +39,8 @@ class BlockArgs(MarkovArgs):
 class BlockLayer(Block):
     """A layer of a block head: tokens of a block attend to the target's features and to the block.
 
-    `wqkv` computes the keys and values of both. span: its window, which the mask has, if it looks ahead.
+    `wqkv` computes the keys and values of both. span: the sliding window if it also looks ahead, applied by
+    the mask; 0: none.
     """
 
     standard = False
@@ -65,10 +66,10 @@ class BlockLayer(Block):
 
 
 class BlockHead(Head, Markov):
-    """The DFlash head, and the base of DSpark's.
+    """The DFlash head, and the base class of DSpark's.
 
     Token j of a block is at position j after the anchor. It attends to the features of all tokens before the
-    anchor and to its block, up to itself in causal heads and, by default, in layers with a window.
+    anchor and to its block: in causal heads and, by default, in layers with a window, only up to itself.
     """
 
     Args, Layer = BlockArgs, BlockLayer
@@ -95,21 +96,22 @@ class BlockHead(Head, Markov):
 
     def forward(
         self, anchor: Tensor, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
-        caches: nn.ModuleList, *, before=None,
+        caches: nn.ModuleList, *, causal=None,
     ) -> Tensor:
         """Run the block of anchor tokens [B] -> normed outputs of its drafting tokens [B, drafts, H].
 
         context [B, W, H]: fused features that are not in the caches yet. positions and slots [B, W+block],
-        visible [B, W+block, n]: of the context followed by the block. before: the causal mask of layers with
+        visible [B, W+block, n]: of the context followed by the block. causal: the causal mask of layers with
         a sliding window, if `visible` is bidirectional.
         """
         shared = windowed = PassInputs(self.args, self.inv_freq, positions, slots, visible)
-        if before is not None:
-            windowed = PassInputs(self.args, self.inv_freq, positions, slots, before)
-        if span := max(layer.span for layer in self.layers):  # committed slots are positions
+        if causal is not None:
+            windowed = PassInputs(self.args, self.inv_freq, positions, slots, causal)
+        if span := max(layer.span for layer in self.layers):
             visible = visible if isinstance(visible, Tensor) else visible.dense()
-            at = torch.arange(visible.shape[-1], device=slots.device).expand(len(slots), -1)
-            near = at.scatter(1, slots, positions)[:, None] > positions[..., None] - span
+            position_of = torch.arange(visible.shape[-1], device=slots.device).expand(len(slots), -1)
+            position_of = position_of.scatter(1, slots, positions)  # a committed token's slot is its position
+            near = position_of[:, None] > positions[..., None] - span
             windowed = PassInputs(self.args, self.inv_freq, positions, slots, visible & near)
         x = self.block_inputs(anchor)
         for layer, cache in zip(self.layers, caches):
@@ -139,14 +141,14 @@ class DSparkHead(BlockHead):
 
 
 def evenly_spaced_layers(num_layers: int, states: int) -> tuple[int, ...]:
-    """Return the layers whose inputs a block head reads, evenly spaced from the third to the last but one.
+    """Return `states` layers whose inputs a block head reads, evenly spaced from layer 2 to num_layers - 2.
 
-    As published: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises ValueError if there are too
-    few layers.
+    As published: inputs of layers 2, 10, 18, 26, 34 of 36, which are outputs of 1, 9, 17, 25, 33
+    (z-lab/dflash). Raises ValueError if there are too few layers.
     """
     first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
     steps = max(states - 1, 1)
     layers = tuple(sorted({round(first - 1 + i * (last - first) / steps) + 1 for i in range(states)}))
     if len(layers) < states:
-        raise ValueError(f"{states} states of a target of {num_layers} layers: at most {len(layers)}")
+        raise ValueError(f"{states} states: a target of {num_layers} layers has at most {len(layers)}")
     return layers

@@ -28,16 +28,16 @@ class DFlash2Args(BlockArgs):
     candidates: whole(1, 1024) = 16  # K
 
     def constraints(self) -> list[tuple[str, bool, str]]:
-        same = self.draft_vocab_size == self.vocab_size
+        full_vocab = self.draft_vocab_size == self.vocab_size
         return [
             *super().constraints(),
             ("conv_group", self.hidden_size % self.conv_group == 0, "a divisor of hidden_size"),
-            ("draft_vocab_size", same, f"vocab_size, {self.vocab_size}, with a selector"),
+            ("draft_vocab_size", full_vocab, f"vocab_size, {self.vocab_size}, with a selector"),
         ]
 
 
 class GroupedConvolution(nn.Module):
-    """The convolutions before and after attention or MLP. base [2, taps, H]: weights of both."""
+    """The convolutions before and after attention or MLP. base [2, taps, H]: their weights per channel."""
 
     def __init__(self, args: DFlash2Args):
         super().__init__()
@@ -57,7 +57,7 @@ class GroupedConvolution(nn.Module):
 
     def _convolve(self, x: Tensor, kernel: Tensor, base: Tensor) -> Tensor:
         total = torch.zeros_like(x)
-        for back in range(self.taps):
+        for back in range(self.taps):  # token i reads tokens i, i - 1, ...
             weight = base[back].to(x.dtype) + kernel[..., back, :].repeat_interleave(self.group, dim=-1)
             total = total + weight * F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
         return total

@@ -32,8 +32,8 @@ class Eagle31Block(Eagle3Block):
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.feature_norm(feature)
-        both = torch.cat((self.embed_norm(embedded), normed), dim=-1)
-        return both, normed if self.norm_before_residual else feature
+        attention_input = torch.cat((self.embed_norm(embedded), normed), dim=-1)
+        return attention_input, normed if self.norm_before_residual else feature
 
 
 class Eagle31Head(Eagle3Head):

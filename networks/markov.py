@@ -41,8 +41,8 @@ class Markov(nn.Module):
         self.markov_in = nn.Embedding(args.vocab_size, r) if r else None
         self.markov_out = Linear(r, args.draft_vocab_size, bias=False) if r else None
         self.markov_gate = Linear(H + r, r, bias=True) if args.markov_gated else None
-        reads = H + (r if args.confidence_reads_markov else 0)
-        self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
+        width = H + (r if args.confidence_reads_markov else 0)
+        self.confidence = Linear(width, 1, bias=True) if args.confidence else None
 
     def markov_input(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the input of `markov_out` for tokens [...]: [..., r].

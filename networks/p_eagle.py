@@ -17,7 +17,7 @@ from networks.markov import Markov, MarkovArgs
 class PEagleArgs(MarkovArgs, Eagle31Args):
     """Shape of a P-EAGLE head."""
 
-    drafts: whole(1, 256) = 8  # draft steps of its training: levels of a tree
+    drafts: whole(1, 256) = 8  # tokens per pass in training: maximum levels of a tree
 
 
 class PEagleHead(Eagle31Head, Markov):

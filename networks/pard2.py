@@ -21,7 +21,7 @@ class Pard2Args(ModelArgs):
 
 
 class Pard2(Transformer):
-    """A draft model that reads features of its target. Without them it drafts as PARD."""
+    """A draft model that reads features of its target. Without features it is a PARD model."""
 
     Args = Pard2Args
 

@@ -15,8 +15,8 @@ def own_state(head: Head) -> dict[str, Tensor]:
     return {name: t for name, t in head.state_dict().items() if name in names}
 
 
-def twin(head: Head, target: Transformer, dtype: torch.dtype) -> Head:
-    """Return a copy in this dtype on the target's device, tied to the target."""
+def copy_head(head: Head, target: Transformer, dtype: torch.dtype) -> Head:
+    """Return a frozen copy in this dtype, on the target's device, that shares the target's weights."""
     with meta_modules():
         copy = type(head)(head.args)
     device = target.embed.device

@@ -61,7 +61,7 @@ def test_pruned_tree_is_the_best_subset(shape, ties):
     (TreeShape, (0, 1, 1), "must be at least 2"), (TreeShape, (8, 1, 2), "only draft 6 + the root"),
     (TreeShape, (1, 2, 0), "must be at least 2"), (PathTree, [()], "no paths"),
     (PathTree, [((0,), (-1,))], "not a list of ranks"), (PathTree, [((0,), (1, 0))], "has no parent"),
-    (PathTree, [((0,), (0,))], "given twice"),
+    (PathTree, [((0,), (0,))], "is repeated"),
 ])
 def test_impossible_shapes_are_refused(kind, arguments, words):
     with pytest.raises(ValueError, match=f"tree: .*{re.escape(words)}"):

@@ -16,7 +16,7 @@ from engine.graphs import compile_graph
 from head import Head
 from model import Transformer
 from networks.p_eagle import PEagleHead
-from networks.weights import own_state, twin
+from networks.weights import copy_head, own_state
 from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates
@@ -142,7 +142,7 @@ class Objective:
 
     def trained(self) -> Head:
         """Return a copy of the head that reads unscaled features, in float32."""
-        return twin(self.head, self.target, torch.float32)
+        return copy_head(self.head, self.target, torch.float32)
 
 
 class Eagle3Objective(Objective):

@@ -30,7 +30,7 @@ from common.cli import log_stderr
 from common.errors import InputError, counted, read_text
 from common.names import program
 from common.writing import staging, write_text
-from drafters.estimate import describe, measured_flops, min_minutes, phases, state_bytes
+from drafters.estimate import describe, measured_flops, min_minutes, phase_hours, state_bytes
 from engine.engine import Engine
 from engine.step import TORCH_BACKEND
 from head import Head
@@ -143,7 +143,7 @@ class Session:
         if count := o.synthesize + len(self.prompts):
             flops = measured_flops(device)
             plan = self.config, count, o.max_new_tokens, o.epochs, flops
-            hours = phases(*plan)
+            hours = phase_hours(*plan)
             self.training_seconds = 3600 * (hours["features"] + hours["training"])
             if not o.minutes:
                 log_stderr(describe(*plan))

@@ -10,7 +10,7 @@ from engine.request import Request
 from engine.sampling import Sampling
 from head import Head
 from model import Transformer
-from networks.weights import twin
+from networks.weights import copy_head
 from tree import PAPER_TREE, TreeShape
 
 ANSWER_TOKENS = 64
@@ -33,7 +33,7 @@ def acceptance_length(
 
     target: prepared for a backend. seconds: at most. None if there was no step.
     """
-    copy = twin(head, target, target.embed.dtype)
+    copy = copy_head(head, target, target.embed.dtype)
     target.backend.prepare(copy)
     engine = Engine(
         target, make_drafter(copy, PAPER_TREE), batch=min(MAX_BATCH, len(prompts)), stop_ids=stop_ids,

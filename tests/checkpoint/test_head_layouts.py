@@ -23,7 +23,7 @@ from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.sampling import Sampling
 from head import Head
-from networks.weights import own_state, twin
+from networks.weights import copy_head, own_state
 from tree import TreeShape
 
 
@@ -282,7 +282,7 @@ def head_of(head: Head, target, changes: dict) -> Head:
             nn.init.normal_(head.get_parameter(name))
         head.load_state_dict(state, strict=not new)
         head.use_target(target)
-    return twin(twin(head, target, torch.bfloat16), target, torch.float32)
+    return copy_head(copy_head(head, target, torch.bfloat16), target, torch.float32)
 
 
 @pytest.mark.parametrize("layout, changes", THERE_AND_BACK, ids=str)

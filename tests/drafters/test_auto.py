@@ -48,7 +48,7 @@ def test_draft_means_auto_and_plain_decoding_names_it(folder):
     assert p.read(["--draft", "other"]).speculate == "auto" and p.read([]).speculate == "none"
     said: list[str] = []
     log_unused_heads(folder, said.append)
-    assert said == [f"{folder}: has a head (eagle3 and eagle2) that is not used; add --speculate auto"]
+    assert said == [f"{folder}: has a head (eagle3 and eagle2) that is not used; to use it: --speculate auto"]
 
 
 def test_head_in_another_folder(folder, tmp_path):

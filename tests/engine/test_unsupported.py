@@ -23,7 +23,7 @@ def target(golden) -> Target:
 
 
 def test_a_system_prompt_needs_a_template():
-    with pytest.raises(InputError, match=r"--system\) needs the chat template"):
+    with pytest.raises(InputError, match=r"--system\) needs a chat template"):
         encode(SimpleNamespace(has_template=False), "text", system="be brief")
 
 

@@ -12,7 +12,7 @@ from checkpoint.load import load_model
 from common.errors import InputError
 from common.writing import digest
 from drafters import estimate
-from drafters.estimate import describe, expected_tau, min_minutes, phases
+from drafters.estimate import describe, expected_tau, min_minutes, phase_hours
 from engine.engine import Engine
 from engine.sampling import Sampling
 from tokens.convert import TEMPLATES
@@ -172,12 +172,12 @@ def test_estimate(golden, monkeypatch):
     """Hours grow with text and weights, and without memory for features; τ is a measured one."""
     config = json.loads((golden / "config.json").read_text())
     monkeypatch.setattr(estimate, "free_memory", lambda device: None)
-    features = phases(config, 1000, 256, 4, 1e9)["features"]
+    features = phase_hours(config, 1000, 256, 4, 1e9)["features"]
     monkeypatch.setattr(estimate, "free_memory", lambda device: 1 << 40)
-    assert phases(config, 1000, 256, 4, 1e9)["features"] == pytest.approx(features / 4)
-    one, two = (sum(phases(config, count, 256, 4, 1e9).values()) for count in (1000, 2000))
+    assert phase_hours(config, 1000, 256, 4, 1e9)["features"] == pytest.approx(features / 4)
+    one, two = (sum(phase_hours(config, count, 256, 4, 1e9).values()) for count in (1000, 2000))
     assert two == pytest.approx(2 * one) and one > 0
-    assert sum(phases(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
+    assert sum(phase_hours(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
     assert min_minutes(config, 256, 1e12) == 1 < min_minutes(config, 256, 1e7)
     assert [expected_tau(tokens) for tokens in (1, 62_000, 10**9)] == [2.05, 2.21, 3.82]
     assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e12)

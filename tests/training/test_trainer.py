@@ -13,7 +13,7 @@ from families.mixed import causal
 from kernels import isa
 from model import KVCache
 from networks.p_eagle import PEagleHead
-from networks.weights import own_state, twin
+from networks.weights import copy_head, own_state
 from training.batches import batches
 from training.features import Features, training_copy
 from training.heads import TRAINED, HeadShape, new_head
@@ -65,7 +65,7 @@ def block(head, features, ids: list[int], j: int):
     at = torch.arange(n + args.block)[None]
     last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
     visible, before = (slots <= x[..., None] for x in (last, at))
-    return head(torch.tensor([ids[j + 1]]), context, at, at, visible, caches, before=before)[0]
+    return head(torch.tensor([ids[j + 1]]), context, at, at, visible, caches, causal=before)[0]
 
 
 def drafted(head, features, row: dict, steps: int):
@@ -99,7 +99,7 @@ def test_losses_use_the_drafters_rows(models, models1, name):
         head = shaken(new_head(target, kind, torch.arange(0, 320, 2), SHAPES[name], 0))
         head.args = replace(head.args, causal=True) if variant == "causal" else head.args
     else:
-        head = twin(head, target, torch.float32)
+        head = copy_head(head, target, torch.float32)
     (head.layers[0] if kind in ("dflash", "dspark") else head.layer).window = 3 * (variant == "window")
     args, ids, lk = head.args, head.draft_ids, 0.7 * (name in SHAPES)
     objective = TRAINED[kind].objective(target, head, 4, lk=lk)
