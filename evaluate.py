@@ -9,8 +9,8 @@ excluded. Questions are in FastChat's format, which EAGLE and Spec-Bench share; 
 built-in set. The same command resumes an interrupted run.
 
 FOLDER/table.md, table.json   the table, also after Ctrl-C
-FOLDER/answers.jsonl          all answers: text, token ids, times, tokens of each step
-FOLDER/differences.json       outputs that differ from plain decoding, scored again in float32
+FOLDER/answers.jsonl          all answers: text, token ids, times, tokens emitted by each step
+FOLDER/differences.json       outputs that differ from plain decoding, rescored in float32
 
 The exit status is 1 if an output differs from plain decoding by more than rounding.
 """
@@ -36,26 +36,29 @@ def parser() -> Options:
     p.add_checkpoint("target: a folder, hub id or .gguf")
     p.add_argument("--out", required=True, help="folder for tables and answers")
 
-    g = p.add_argument_group("methods")
-    g.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]",
-                   help=f"methods compared with plain decoding (default eagle3): {', '.join(METHODS)}")
+    group = p.add_argument_group("methods")
+    methods = ", ".join(name for name in METHODS if name != "none")
+    group.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]",
+                       help=f"methods compared with plain decoding (default eagle3): {methods}")
     for flag, value, what in (
-        ("--draft", "DIR", "draft head or draft model"), ("--tree", "SPEC", "as in generate.py")
+        ("--draft", "DIR", "draft head or draft model (default: as in generate.py)"),
+        ("--tree", "SPEC", "tree of a method, as in generate.py"),
     ):
         metavar = f"[METHOD=]{value}"
-        g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
-    add_method_flags(g)
+        what += "; may be repeated"
+        group.add_argument(flag, action="append", default=[], metavar=metavar, help=what)
+    add_method_flags(group)
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER",
         help="question.jsonl or a folder of such files (default: built-in questions)")
-    add("--sets", metavar="NAME[,NAME]", help="only these question sets")
-    add("--limit", type=positive, metavar="N", help="only the first N questions of each set")
+    add("--sets", metavar="NAME[,NAME]", help="only these question sets (default: all)")
+    add("--limit", type=positive, metavar="N", help="only the first N questions of each set (default: all)")
     add("--temperature", type=temperatures, default="0", metavar="T[,T]",
         help="sampling temperatures; 0 (default): greedy")
-    add("-n", "--max-new-tokens", type=positive, default=512,
+    add("-n", "--max-new-tokens", type=positive, default=512, metavar="N",
         help="maximum number of new tokens per turn (default 512)")
-    add("--seed", type=seed, default=0, help="random seed, modulo 2^64 (default 0)")
+    add("--seed", type=seed, default=0, metavar="N", help="random seed, modulo 2^64 (default 0)")
     p.add_runtime()
     return p
 
@@ -77,29 +80,29 @@ def main(argv: list[str] | None = None) -> int:
                    interrupted="interrupted; run the same command to resume")
 
 
-def run(o) -> int:
+def run(args) -> int:
     """Run the evaluation. Returns the exit status. When interrupted, prints the table so far.
 
     Raises InputError, ValueError, OSError or RuntimeError.
     """
-    methods = [*dict.fromkeys(o.speculate.split(","))]
+    methods = [*dict.fromkeys(args.speculate.split(","))]
     from engine.target import open_runtime
     from evaluation.answers import check_evaluation, read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
 
-    draftings = read_draftings(o, methods)
-    sets = read_sets(o.questions, o.limit, o.sets, log)
-    check_writable("--out", o.out)
-    check_evaluation(Path(o.out))
+    draftings = read_draftings(args, methods)
+    sets = read_sets(args.questions, args.limit, args.sets, log)
+    check_writable("--out", args.out)
+    check_evaluation(Path(args.out))
     trees = [drafting.tree for drafting in draftings.values()]
     with tempfile.TemporaryDirectory() as folder:
         if not is_main_rank():  # all ranks run the evaluation; only rank 0 keeps its folder
-            if Path(o.out).is_dir():
-                shutil.copytree(o.out, folder, dirs_exist_ok=True)
-            o.out = folder
-        with open_runtime(o, trees, sets) as (runtime, ranks):
-            evaluation = Evaluation(o, runtime, draftings, sets, log, ranks)
+            if Path(args.out).is_dir():
+                shutil.copytree(args.out, folder, dirs_exist_ok=True)
+            args.out = folder
+        with open_runtime(args, trees, sets) as (runtime, ranks):
+            evaluation = Evaluation(args, runtime, draftings, sets, log, ranks)
             try:
                 evaluation.answer()
             except BaseException:  # Ctrl-C, or out of memory

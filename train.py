@@ -25,7 +25,7 @@ from common.cli import Options, command, count, is_distributed, log_stderr, posi
 from common.progress import announced
 from common.writing import check_replaceable
 
-MEASUREMENT = 10  # seconds of --estimate
+MEASUREMENT_SECONDS = 10  # of --estimate
 
 
 def parser() -> Options:
@@ -41,8 +41,8 @@ def parser() -> Options:
     add("--out", help="folder for the head (required, except with --estimate); OUT-work holds data,"
         " training state and log")
     add("--kind", choices=TRAINED, default="eagle3", help="kind of head (default eagle3); eagle: EAGLE-1/2")
-    add("--device", help="device (default: cuda if available, else cpu)")
-    add("--seed", type=seed, default=0, help="random seed (default 0)")
+    add("--device", metavar="NAME", help="device (default: cuda if available, else cpu)")
+    add("--seed", type=seed, default=0, metavar="N", help="random seed (default 0)")
 
     add = p.add_argument_group("data").add_argument
     add("--prompts", metavar="FILE",
@@ -52,14 +52,16 @@ def parser() -> Options:
     add("--openings", metavar="FILE", help="with --synthesize: prefixes of the user turns, one per line")
     add("--shards", action="append", default=[], metavar="FOLDER",
         help="data of an earlier run for this target (its OUT-work/data); may be repeated")
-    add("--temperature", type=within(0, 1e6, float), default=0.7,
-        help="sampling temperature of the answers; 0 is greedy (default 0.7)")
-    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=MAX_ANSWER_TOKENS,
+    add("--temperature", type=within(0, 1e6, float), default=0.7, metavar="X",
+        help="sampling temperature of the answers; 0: greedy (default 0.7)")
+    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=MAX_ANSWER_TOKENS, metavar="N",
         help="maximum number of tokens of an answer (default 256)")
-    add("--max-prompt-tokens", type=positive, default=256, help="skip longer prompts (default 256)")
-    add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
-        help="truncate conversations to this length (default 1024)")
-    add("--decode-batch", type=positive, default=48, help="batch size of generation (default 48)")
+    add("--max-prompt-tokens", type=positive, default=256, metavar="N",
+        help="skip prompts of more than N tokens (default 256)")
+    add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024, metavar="N",
+        help="truncate conversations to N tokens (default 1024)")
+    add("--decode-batch", type=positive, default=48, metavar="N",
+        help="batch size of data generation (default 48)")
     add("--estimate", action="store_true",
         help="print the estimated duration on this machine and exit (default data: --synthesize"
         f" {CONVERSATIONS})")
@@ -69,7 +71,8 @@ def parser() -> Options:
     add("--start", metavar="HEAD",
         help="initialize from this head, of the same kind (p-eagle: or EAGLE-3)")
     add("--draft-vocab", type=positive, metavar="N",
-        help=f"draft vocabulary, the most frequent tokens (default {DRAFT_VOCAB} or --start's; EAGLE-1: all)")
+        help=f"draft vocabulary size: the N most frequent answer tokens (default {DRAFT_VOCAB}, or --start's;"
+        " EAGLE-1: all)")
     add("--layers", type=positive, metavar="N",
         help="P-EAGLE, DFlash, DSpark: decoder layers (default 1)")
     add("--drafts", type=positive, metavar="N",
@@ -92,13 +95,14 @@ def add_training(p: Options) -> None:
     plan, add = Plan(), p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {TTT_STEPS})")
     add("--loss", choices=("ce", "lk"),
-        help="ce (default): cross-entropy with the target's distribution; lk: half that, half -log of the"
-        " acceptance rate")
-    add("--epochs", type=positive, default=plan.epochs, help="epochs (default 4)")
-    add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
+        help="ce (default): cross-entropy with the target's distribution; lk: 0.5 * ce - 0.5 * log(acceptance"
+        " rate)")
+    add("--epochs", type=positive, default=plan.epochs, metavar="N", help="epochs (default 4)")
+    add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="X",
         help="time limit of the run in minutes, at most half of it for data generation (default 0: none)")
-    add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
-    add("--batch-tokens", type=positive, default=plan.batch_tokens,
+    add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, metavar="X",
+        help="learning rate (default 1e-3)")
+    add("--batch-tokens", type=positive, default=plan.batch_tokens, metavar="N",
         help="tokens per optimizer step, padding included, over all processes (default 1024)")
     add("--shard-target", action="store_true",
         help="with torchrun: shard a target that does not fit on one device (default: replicate)")
@@ -112,27 +116,29 @@ def add_rules(p: Options) -> None:
     from training.heads import HEAD_OPTIONS, TRAINED
 
     reject_if = p.reject_if
-    p.add_rule(lambda o: o.estimate and vars(o).update(
-        out=o.out or "head", synthesize=o.synthesize or (not o.prompts and CONVERSATIONS)))
-    reject_if(lambda o: not o.out, lambda o: "--out is missing: name a folder for the head")
-    p.add_rule(lambda o: check_replaceable("--out", o.out))
-    reject_if(lambda o: not (o.prompts or o.synthesize or o.shards),
-           lambda o: "no training data: give --prompts FILE, --synthesize N or --shards FOLDER")
-    reject_if(lambda o: o.openings and not o.synthesize,
-           lambda o: "--openings: only with --synthesize; leave it out")
-    reject_if(lambda o: o.states and o.start,
-           lambda o: "--states: not with --start, whose head sets it; leave it out")
-    reject_if(lambda o: o.shard_target and not is_distributed(),
-           lambda o: "--shard-target: shards the target over processes; start with torchrun")
-    reject_if(lambda o: o.shard_target and o.minutes,
-           lambda o: "--shard-target: not with --minutes; leave one out")
+    p.add_rule(lambda args: args.estimate and vars(args).update(
+        out=args.out or "head", synthesize=args.synthesize or (not args.prompts and CONVERSATIONS)))
+    reject_if(lambda args: not args.out, lambda args: "--out is missing: pass a folder for the head")
+    p.add_rule(lambda args: check_replaceable("--out", args.out))
+    reject_if(lambda args: not (args.prompts or args.synthesize or args.shards),
+           lambda args: "no training data: pass --prompts FILE, --synthesize N or --shards FOLDER")
+    reject_if(lambda args: args.openings and not args.synthesize,
+           lambda args: "--openings: only with --synthesize; leave it out")
+    reject_if(lambda args: args.states and args.start,
+           lambda args: "--states: the head of --start sets it; leave one out")
+    reject_if(lambda args: args.shard_target and not is_distributed(),
+           lambda args: "--shard-target: shards the target over processes; start with torchrun")
+    reject_if(lambda args: args.shard_target and args.minutes,
+           lambda args: "--shard-target: not supported with --minutes; leave one out")
     for name in HEAD_OPTIONS[1:]:
-        reject_if(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
-               lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
+        flag = f"--{name.replace('_', '-')}"
+        reject_if(lambda args, name=name: getattr(args, name) is not None
+                  and name not in TRAINED[args.kind].options,
+                  lambda args, flag=flag: f"{flag}: not for --kind {args.kind}; leave it out")
 
 
-def run(o: argparse.Namespace, words: list[str], started: float) -> None:
-    """Train with the options. words: the command line. started: when it started, in `time.monotonic`.
+def run(args: argparse.Namespace, argv: list[str], started: float) -> None:
+    """Train with the options. argv: the command line. started: when it started, in `time.monotonic`.
 
     Raises InputError, ValueError, OSError and RuntimeError on bad input.
     """
@@ -145,21 +151,21 @@ def run(o: argparse.Namespace, words: list[str], started: float) -> None:
     from training.session import Session
 
     # Denormals take a third of a step on Intel's processors. Threads that start later inherit the setting.
-    torch.set_flush_denormal(words == sys.argv[1:])  # not in a caller's process
-    runtime = Runtime(local_device(Runtime(o.device).device_name), compile=False)
+    torch.set_flush_denormal(argv == sys.argv[1:])  # not in a process that calls `main`
+    runtime = Runtime(local_device(Runtime(args.device).device_name), compile=False)
     runtime.prepare()
-    session = Session(o, words, started)
-    if o.estimate:
-        count = o.synthesize + len(session.prompts)
-        log_stderr(f"timing matrix products for {MEASUREMENT} seconds ...")
-        flops = measured_flops(runtime.device, MEASUREMENT)
-        print(describe(session.config, count, o.max_new_tokens, o.epochs, flops))
+    session = Session(args, argv, started)
+    if args.estimate:
+        count = args.synthesize + len(session.prompts)
+        log_stderr(f"timing matrix products for {MEASUREMENT_SECONDS} seconds ...")
+        flops = measured_flops(runtime.device, MEASUREMENT_SECONDS)
+        print(describe(session.config, count, args.max_new_tokens, args.epochs, flops))
         return
     if not is_distributed():
         session.run(ProcessGroup(), runtime.device)
         return
     with process_group(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:
-        target_ranks = ranks if o.shard_target else None
+        target_ranks = ranks if args.shard_target else None
         session.run(ProcessGroup(ranks.rank, ranks.count, target_ranks), runtime.device)
 
 
@@ -169,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     with announced("importing PyTorch"):
         options = parser()
     # PyTorch raises RuntimeError when memory runs out.
-    return command(options, argv, lambda o: run(o, words, started), OSError, ValueError, RuntimeError,
+    return command(options, argv, lambda args: run(args, words, started), OSError, ValueError, RuntimeError,
                    interrupted="\ninterrupted; run the same command to resume")
 
 

@@ -50,21 +50,21 @@ def read_sets(
         if len({question["question_id"] for question in sets[name]}) < len(sets[name]):
             raise InputError(f"{file}: duplicate question_id (rows without one are numbered from 0)")
     chosen = names.split(",") if names else [*sets]
-    for name, ours in STAND_INS.items() if not path else ():
+    for name, builtin in STAND_INS.items() if not path else ():
         if name in chosen:
-            log(f"--sets {name}: using the built-in set {ours}; for the original add --questions FILE")
-            chosen = [ours if one == name else one for one in chosen]
+            log(f"--sets {name}: using the built-in set {builtin}; for the original add --questions FILE")
+            chosen = [builtin if x == name else x for x in chosen]
     for name in {*chosen} - {*sets}:
         known = sets if path else [*sets, *STAND_INS]
-        words = f"no such set{did_you_mean(name, known)}; choose from {', '.join(known)}"
-        raise InputError(f"--sets {name}: {words}")
+        raise InputError(f"--sets {name}: no such set{did_you_mean(name, known)}; choose from"
+                         f" {', '.join(known)}")
     return {name: sets[name] for name in chosen}
 
 
-def rotate_left(items: Iterable, turn: int) -> list:
-    """Rotate the items left by `turn` positions."""
+def rotate_left(items: Iterable, count: int) -> list:
+    """Rotate the items left by `count` positions."""
     items = [*items]
-    first = turn % len(items)
+    first = count % len(items)
     return items[first:] + items[:first]
 
 
@@ -98,12 +98,12 @@ class Answer:
     method: Name
     temperature: number(0, 1e6)
     seed: whole(-(2**63), 2**64 - 1)
-    asked: Text  # digest of the question's turns and the identity of the method, see `Contender`
+    asked: Text  # digest of the question's turns and the method's fingerprint, see `Contender`
     turns: list[Turn]
 
     @property
     def key(self) -> tuple[str, int | str, str, float]:
-        """Unique key in an answers folder."""
+        """Unique key in an evaluation folder."""
         return self.set, self.question, self.method, self.temperature
 
     @property
@@ -140,9 +140,9 @@ def check_evaluation(folder: Path) -> None:
 
 def check_options(folder: Path, options: dict) -> None:
     """Raise InputError if the evaluation in a folder was made with other options."""
-    first = read_json(folder / OPTIONS_FILE) if (folder / OPTIONS_FILE).exists() else options
-    if other := sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n)):
-        raise InputError(f"{folder}: holds answers made with other options ({', '.join(other)});"
+    saved = read_json(folder / OPTIONS_FILE) if (folder / OPTIONS_FILE).exists() else options
+    if changed := sorted(n for n in saved.keys() | options.keys() if saved.get(n) != options.get(n)):
+        raise InputError(f"{folder}: holds answers made with other options ({', '.join(changed)});"
                          " choose another --out")
 
 
@@ -167,18 +167,18 @@ class AnswerStore:
         write_text(self.path, "".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()))
 
     def find(
-        self, set_name: str, question: dict, method: str, temperature: float, identity: str
+        self, set_name: str, question: dict, method: str, temperature: float, fingerprint: str
     ) -> Answer | None:
         """Return the stored answer, or None if there is none or the question or method has changed."""
         answer = self.answers.get((set_name, question["question_id"], method, temperature))
-        return answer if answer and answer.asked == digest(question["turns"], identity) else None
+        return answer if answer and answer.asked == digest(question["turns"], fingerprint) else None
 
     def drop_answers(self, set_name: str, question: dict, temperature: float) -> None:
         """Drop all methods' answers to a question: timings are only comparable within one round."""
         key = set_name, question["question_id"], temperature
-        others = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != key}
-        if len(others) < len(self.answers):
-            self.answers = others
+        remaining = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != key}
+        if len(remaining) < len(self.answers):
+            self.answers = remaining
             self._write()
 
     def add(self, answer: Answer) -> None:

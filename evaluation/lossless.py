@@ -56,45 +56,45 @@ def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
 
 
 class Judge:
-    """Rescore differences with the target in float32, which is loaded at the first difference.
+    """Rescore differences with the target in float32. It is loaded at the first difference.
 
     Falls back to the CPU if the device is out of memory.
     """
 
     def __init__(
-        self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
+        self, checkpoint: str, dtype: torch.dtype, device: str, batch_invariant: bool = False,
         ranks: Ranks | None = None, kv: str = "auto",
     ):
         """Set the tolerance for the engines' dtype, device and kv (see `engine.target.Runtime`).
 
-        exact: kernels are batch-invariant, so no difference is a tie. ranks: of a sharded target; all ranks
-        must call `difference` with the same answers.
+        batch_invariant: no difference is a tie. ranks: of a sharded target; all ranks must call `difference`
+        with the same answers.
         """
         self.checkpoint, self.device, self.ranks = checkpoint, device, ranks
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
-        bounds = [QUANTIZED_TOLERANCE.get(of, TOLERANCE[dtype]) for of in (mode, kv)]
-        self.tolerance = 0.0 if exact else max(bounds)
+        tolerances = [QUANTIZED_TOLERANCE.get(name, TOLERANCE[dtype]) for name in (mode, kv)]
+        self.tolerance = 0.0 if batch_invariant else max(tolerances)
         self._target: Transformer | None = None
 
     @torch.no_grad()
     def difference(self, plain: Answer, other: Answer) -> Difference | None:
         """Return the first difference from the plain answer to the same question and seed, or None."""
-        found = first_difference(plain, other)
-        if found is None:
+        position = first_difference(plain, other)
+        if position is None:
             return None
-        turn, token = found
+        turn, token = position
         a, b = plain.turns[turn], other.turns[turn]
         ids = [t.ids[token] if token < len(t.ids) else -1 for t in (a, b)]
-        where = plain.set, plain.question, other.method, plain.temperature, turn, token, *ids
+        fields = plain.set, plain.question, other.method, plain.temperature, turn, token, *ids
         if -1 in ids:  # one answer is a prefix of the other: never a tie
-            return Difference(*where, gap=float("inf"), bound=0.0)
+            return Difference(*fields, gap=float("inf"), bound=0.0)
         logits = self._logits(a.prompt + a.ids[:token])
         bound = self.tolerance * float(logits.abs().max())
         if plain.temperature:
             key = seed_keys([plain.seed], self.device)
             position = torch.tensor([[len(a.prompt) + token]], device=self.device)
             logits = logits + plain.temperature * gumbel(key, position, len(logits))[0, 0]
-        return Difference(*where, gap=float(logits[ids[0]] - logits[ids[1]]), bound=bound)
+        return Difference(*fields, gap=float(logits[ids[0]] - logits[ids[1]]), bound=bound)
 
     def _logits(self, prefix: list[int]) -> torch.Tensor:
         """Return the float32 logits [V] of the token after `prefix`."""

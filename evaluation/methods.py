@@ -37,29 +37,31 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
     return settings
 
 
-def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, DraftOptions]:
+def read_draftings(args: argparse.Namespace, methods: list[str]) -> dict[str, DraftOptions]:
     """Return each method's `DraftOptions` by name, plain decoding first, from the options of evaluate.py.
 
     A flag applies to the methods that take it. Raises InputError or ValueError.
     """
-    read = {name: by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree")}
-    given = method_flags(o)
-    taken = {flag for name in methods for flag in flags_of(name)}
+    settings = {name: by_method(f"--{name}", getattr(args, name), methods) for name in ("draft", "tree")}
+    all_flags = method_flags(args)
+    supported = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
     # Flags that no method takes go to all: the first DraftOptions, PLAIN's, rejects them.
     for name in dict.fromkeys((PLAIN, *methods)):
-        own = {field: values[name] for field, values in read.items() if name in values}
-        flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
-        window = o.draft_window if is_resizable(name) or not any(map(is_resizable, methods)) else None
-        draftings[name] = DraftOptions(name, flags=flags, window=window, **own)
+        options = {field: values[name] for field, values in settings.items() if name in values}
+        flags = {flag: value for flag, value in all_flags.items()
+                 if flag in flags_of(name) or flag not in supported}
+        takes_window = is_resizable(name) or not any(map(is_resizable, methods))
+        window = args.draft_window if takes_window else None
+        draftings[name] = DraftOptions(name, flags=flags, window=window, **options)
     return draftings
 
 
 class Contender(NamedTuple):
-    """A method that is compared. identity: changes with any of its weights or options."""
+    """A method that is compared. fingerprint: changes with any of its weights or options."""
 
     engine: Engine
-    identity: str
+    fingerprint: str
 
 
 def load_contenders(
@@ -80,10 +82,10 @@ def load_contenders(
     contenders = {}
     for name, drafting in draftings.items():
         engine = target.engine(drafting, max_seq_len=max_seq_len)
-        drafter, trees = engine.drafter, [one.shape for one in engine.scheduler.drafters]
+        drafter, trees = engine.drafter, [x.shape for x in engine.scheduler.drafters]
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
-        own = f"{identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags} {windows}"
-        fingerprint = f"{shared} {own}"
+        fingerprint = (f"{shared} {identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags}"
+                       f" {windows}")
         if ranks := target.model.ranks:  # each rank has a shard of the weights
             fingerprint = f"{ranks.count} ranks: {ranks.digest(fingerprint, engine.device)}"
         contenders[name] = Contender(engine, fingerprint)
@@ -91,9 +93,9 @@ def load_contenders(
 
 
 def ask(engine: Engine, question: dict, sampling: Sampling) -> list[Turn]:
-    """Decode a multi-turn question, with the engine's own answers as history.
+    """Answer the turns of a question, with the engine's own answers as history.
 
-    Stops before a turn that exceeds the context; the list may be empty.
+    Stops before a turn whose prompt does not fit in the context; the list may be empty.
     """
     messages, turns = [], []
     for text in question["turns"]:

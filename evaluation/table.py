@@ -10,7 +10,7 @@ from evaluation.lossless import Difference
 
 AVERAGED = ("tokens_per_second", "speedup", "speedup_total", "tau")
 MAX_NAME_CHARACTERS = 19  # longer names of methods and sets are cut in the table
-BAR_COLUMNS = 60  # length of the bar of a 4x speedup, the maximum
+BAR_COLUMNS = 60  # length of the bar of a 4x speedup, the longest bar
 COLUMNS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
@@ -38,16 +38,16 @@ def summarize(
     rows = []
     for temperature in dict.fromkeys(a.temperature for a in answers):
         for method in methods:
-            of_sets = [
-                {"temperature": temperature, "method": method, "set": name, **_figures(pairs, differences)}
+            set_rows = [
+                {"temperature": temperature, "method": method, "set": name, **_results(pairs, differences)}
                 for name in sets if (pairs := cells.get((temperature, method, name)))
             ]
-            if of_sets:
-                rows += [*of_sets, _mean(of_sets)]
+            if set_rows:
+                rows += [*set_rows, _mean(set_rows)]
     return rows
 
 
-def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Difference]) -> dict:
+def _results(pairs: list[tuple[Answer, Answer]], differences: Sequence[Difference]) -> dict:
     """Return the results of one set. pairs: (answer of the method, plain answer)."""
     timed = [(a, p) for a, p in pairs if a.tokens and a.seconds > 0 and p.tokens and p.seconds > 0]
     rate = speedup = speedup_total = None
@@ -68,12 +68,12 @@ def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Differenc
 
 
 def _mean(rows: list[dict]) -> dict:
-    """Return the row of the set `mean`: means of AVERAGED over the sets, sums of all else."""
-    row = rows[0] | {"set": MEAN}
-    for name in list(row)[3:]:  # after temperature, method, set
-        known = [other[name] for other in rows if other[name] is not None]
-        row[name] = (statistics.fmean if name in AVERAGED else sum)(known) if known else None
-    return row
+    """Return the row of the set `mean`: means of AVERAGED over the sets, sums of the other columns."""
+    mean = rows[0] | {"set": MEAN}
+    for name in list(mean)[3:]:  # after temperature, method, set
+        values = [row[name] for row in rows if row[name] is not None]
+        mean[name] = (statistics.fmean if name in AVERAGED else sum)(values) if values else None
+    return mean
 
 
 def format_table(rows: list[dict]) -> str:
@@ -101,8 +101,8 @@ def format_table(rows: list[dict]) -> str:
 def _cells(row: dict) -> list[str]:
     """Return the cells of a row, in the order of COLUMNS."""
     names = "plain" if row["method"] == PLAIN else row["method"], row["set"]
-    figures = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
-    numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in figures]
+    values = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
+    numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in values]
     equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
     short = [n if len(n) <= MAX_NAME_CHARACTERS else n[: MAX_NAME_CHARACTERS - 1] + "…" for n in names]
     return [*short, *numbers, *equal]

@@ -1,4 +1,4 @@
-"""Accepted tokens per step: running ratios of each request, and of all requests as the prior of new ones."""
+"""Acceptance statistics: moving averages per request, and over all requests as the prior of new requests."""
 from __future__ import annotations
 
 import math
@@ -13,9 +13,9 @@ INITIAL_SPEEDUP = 1.3  # prior of `Acceptance.with_head`
 MAX_INITIAL_RATIO = 1.5  # maximum with_head / without_head in the prior of a new request
 MIN_CONFIDENCE = 0.5  # minimum confidence in the prior of a new request
 # Weight, in steps, of a step that does not measure a ratio. It pulls confidences toward 1 and reduces the
-# weight of old values of `with_head`, since acceptance changes over a text.
+# weight of old values of `with_head`, since acceptance changes over the output.
 PRIOR_DECAY = 0.03
-# Drafts that a step with a tree of so many nodes typically accepts: our SmolLM2 head on the six sets, greedy
+# Nodes of a tree: mean number of accepted draft tokens per step, of our SmolLM2 head on the six sets, greedy
 # (benchmarks/tau.py). Only ratios matter.
 MEAN_ACCEPTED = {1: 0.0, 8: 1.35, 16: 1.74, 32: 2.0, 60: 2.2}
 

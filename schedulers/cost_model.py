@@ -1,8 +1,9 @@
 """Cost-based scheduler: each step drafts nothing, or the tree with the least predicted time per token.
 
 Drafting costs time in which plain decoding would produce tokens. `schedulers.costs.Costs` predicts the
-seconds of a step: it starts from timed trials and learns from every step. `schedulers.acceptance.Acceptance`
-tracks the tokens that the steps of a request emit. A drafter with a network is switched on and off
+seconds of a step: it starts from timed trials and is updated after each step.
+`schedulers.acceptance.Acceptance` tracks the tokens that the steps of a request emit. A drafter with a
+network is switched on and off
 (`Tuner.next`). One without a network, such as prompt lookup, is almost free: it drafts at every step, and
 `MarginalCosts` keep the nodes whose expected gain exceeds their cost, often none. With our CPU kernels the
 choice never changes the output. Compiled and captured steps draft one of a few trees (`Tuner.prunes` is
@@ -51,16 +52,16 @@ MIN_TRIAL_ROUNDS, MAX_TRIAL_ROUNDS = 2, 12  # each round times every tree once
 REPEAT_SECONDS = 0.6  # if the trials take longer, only MIN_TRIAL_ROUNDS rounds are run
 GROW_SECONDS = 3.0  # if the trials take longer, no larger tree is timed
 SWITCH_RATIO = 1.03  # predicted speed / current speed above which drafting starts or stops
-DRAFT_HOLD_STEPS, PLAIN_HOLD_STEPS = 4, 8  # steps that a choice to draft, or not to draft, is kept
-PROBE_STEPS = 3  # steps of the other choice, to time plain steps or test whether drafts are accepted again
-# Plain steps before a probe drafts. The interval doubles after each probe that fails.
+DRAFT_HOLD_STEPS, PLAIN_HOLD_STEPS = 4, 8  # steps for which a choice to draft, or not to draft, is kept
+PROBE_STEPS = 3  # steps of a probe: of plain steps to time them, or of drafting to test acceptance again
+# Plain steps between probes that draft. The interval doubles after each failed probe.
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256
-MAX_PROBE_LOSS = 0.01  # time that failed probes may cost / time of plain steps
-MAX_PROBE_DEBT = 4.0  # in plain-step times; a new request is probed while the debt is at most this
+MAX_PROBE_LOSS = 0.01  # seconds lost in failed probes / seconds of plain steps
+MAX_PROBE_DEBT = 4.0  # in plain-step times: a new request is probed only if the debt is at most this
 
 
 class TreePlan(NamedTuple):
-    """The tree of a step. shape: its size, or an upper bound if `costs` prunes it."""
+    """The tree of a step. shape: its size; an upper bound if `costs` prune it."""
 
     shape: TreeShape
     costs: MarginalCosts | None = None
@@ -70,9 +71,9 @@ class Tuner:
     """Decide per step whether the draft head runs, and with which tree.
 
     prunes: `MarginalCosts` prunes trees to their best nodes; else a step drafts one of `shapes` unpruned.
-    shapes: with `prunes`, the largest tree of greedy steps and of sampled steps; else the trees to choose
-    from, the default first. costs: fixed costs; None: measure them. Holds the measured costs and the
-    acceptance of all requests; the acceptance of one request is in `Request.acceptance`.
+    shapes: with `prunes`, the largest trees of greedy and of sampled steps; else the trees to choose from,
+    the default first. costs: fixed costs; None: measure them. A tuner holds the measured costs and the
+    acceptance over all requests; the acceptance of one request is in `Request.acceptance`.
     """
 
     def __init__(
@@ -229,17 +230,17 @@ class Tuner:
             return self.assumed_costs
         if key not in self._costs:
             timed = [k for k in self._measured if k[1] == sampled] or self._measured
-            known = {k[0]: self._costs[k] for k in timed}
-            low = max((n for n in known if n <= count), default=min(known))
-            high = min((n for n in known if n >= count), default=low)
+            by_count = {k[0]: self._costs[k] for k in timed}
+            low = max((n for n in by_count if n <= count), default=min(by_count))
+            high = min((n for n in by_count if n >= count), default=low)
             fraction, scale = ((count - low) / (high - low), 1.0) if high > low else (0.0, count / low)
-            self._costs[key] = known[low].interpolate(known[high], fraction, scale)
+            self._costs[key] = by_count[low].interpolate(by_count[high], fraction, scale)
         return self._costs[key]
 
     def relative_cost(self, count: int, sampled: bool, size: Size, head: bool) -> float | None:
-        """Predict step time / plain-step time; None during trials and before any."""
-        known = (self._costs or self.assumed_costs) and not self.in_trial
-        return self.costs(count, sampled).relative_cost_of(size, head) if known else None
+        """Predict step time / plain-step time; None during trials, and before the first trial."""
+        has_costs = (self._costs or self.assumed_costs) and not self.in_trial
+        return self.costs(count, sampled).relative_cost_of(size, head) if has_costs else None
 
     def add(self, count: int, sampled: bool, size: Size, head: bool, seconds: float) -> None:
         """Update the costs with the measured time of a step."""
@@ -275,14 +276,14 @@ class Tuner:
         shared, order, completed = copy.deepcopy(self.acceptance_by_temperature), self.candidates, []
         trials = self._trials = {}
         try:
-            for turn in range(MAX_TRIAL_ROUNDS):  # interleave: a slow period then affects all trees
-                if turn >= MIN_TRIAL_ROUNDS and trial_seconds(trials) > REPEAT_SECONDS:
+            for round_index in range(MAX_TRIAL_ROUNDS):  # interleave: a slow period then affects all trees
+                if round_index >= MIN_TRIAL_ROUNDS and trial_seconds(trials) > REPEAT_SECONDS:
                     break
                 for trial in order:
-                    for _ in range(1 if turn else 2):  # twice in the first round: the first run may compile
+                    for _ in range(1 if round_index else 2):  # the first run may compile
                         self._next_trial = trial
                         run()
-                    if turn:
+                    if round_index:
                         continue
                     if trial not in trials:
                         break  # no step was timed: max_seq_len is too small for this tree
@@ -290,7 +291,7 @@ class Tuner:
                     too_slow = fastest(trials[trial]) > MAX_SLOWDOWN * fastest(trials[PLAIN_TRIAL])
                     if trial.nodes >= MAX_FLAT_NODES and (too_slow or trial_seconds(trials) > GROW_SECONDS):
                         break
-                completed.reverse()  # alternate the order: a step's time depends on the previous step
+                completed.reverse()  # alternate the order: the previous step affects a step's time
                 order = completed
         finally:
             self.acceptance_by_temperature = shared
@@ -302,16 +303,17 @@ class Tuner:
 
     def describe(self, counts: list[int], sampled: bool) -> str:
         """Describe tree sizes and relative step costs per batch size, in one line."""
-        shape, why = self._default_shape(sampled), "sized by the cost model"
-        what = f"trees of up to {shape.nodes} nodes, {why}"
+        shape = self._default_shape(sampled)
+        trees = f"trees of up to {shape.nodes} nodes, sized by the cost model"
         if not self.prunes:
-            what = f"tree {' or '.join(dict.fromkeys(shape.name for shape in self.shapes))}, {why}"
+            names = " or ".join(dict.fromkeys(shape.name for shape in self.shapes))
+            trees = f"tree {names}, chosen by the cost model"
         if not self._costs:
-            return f"{what} (not timed)"
+            return f"{trees} (not timed)"
         size = Size(MAX_FLAT_NODES, 1) if self.prunes else Size(shape.nodes, 0)
         (draft, verify), *more = (self.costs(n, sampled).overhead(size) for n in counts)
         others = (f", {1 + sum(parts):.2f}x for {n} requests" for parts, n in zip(more, counts[1:]))
-        return (f"{what} (measured: a {size.nodes}-node step takes {1 + draft + verify:.2f}x a plain step:"
+        return (f"{trees} (measured: a {size.nodes}-node step takes {1 + draft + verify:.2f}x a plain step:"
                 f" {draft:+.2f} drafting, {verify:+.2f} verification{''.join(others)})")
 
 
@@ -327,7 +329,7 @@ def any_sampled(requests: list[Request]) -> bool:
 
 
 class Record(NamedTuple):
-    """What the cost model needs to know of a launched step when its time and tokens arrive."""
+    """Data of a launched step that the cost model needs when its time and tokens arrive."""
 
     step: tuple[int, bool, Size, bool]  # (count, sampled, size, head), see `Tuner.add`
     relative_cost: float | None  # see `Tuner.relative_cost`
@@ -350,7 +352,7 @@ class CostScheduler(Scheduler):
         super().attach(engine)
         runner, drafter = engine.runner, engine.runner.drafter
         self.counts = sorted({engine.batch_sizes[0], engine.batch})  # batch sizes that are timed
-        # Compiled steps and unprunable drafters draft one of `trees` or nothing: no step is headless.
+        # Compiled steps and drafters that cannot be pruned draft one of `trees` or nothing, never headless.
         headless = drafter.headless if self.tuner.prunes and not runner.on_cuda else None
         self.headless = headless if headless in (None, drafter) else runner.defer_head(copy.copy(headless))
         switched = drafter.network is not None or not self.tuner.prunes
@@ -422,7 +424,7 @@ def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
 
 
 def fits(shape: TreeShape, grown: Drafter, default: TreeShape) -> bool:
-    """Return whether a drafter can grow `shape`, and `shape` differs from its default tree in size."""
+    """Return whether a drafter can grow `shape`, and `shape` has another size than its default tree."""
     levels = math.inf if grown.max_levels is None else grown.max_levels
     return shape.nodes != default.nodes and shape.width <= grown.vocabulary and shape.depth < levels
 
@@ -433,8 +435,8 @@ def schedule(
     """Return the drafter with its largest tree, and its scheduler (None: always draft the drafter's tree).
 
     tree: the value of --tree. The cost model sizes trees if it is "auto", or if it is None and steps run
-    uncompiled on a CPU. Raises InputError for "auto" with several ranks: their timings, and so their trees,
-    would differ.
+    uncompiled on a CPU. compiles: steps are compiled. Raises InputError for "auto" with several ranks: their
+    timings, and so their trees, would differ.
     """
     on_cuda = target.embed.device.type == "cuda"
     fixed_trees = on_cuda or compiles

@@ -1,4 +1,4 @@
-"""Predicted seconds of a step by tree size (`Costs`), and what they allow a tree (`MarginalCosts`)."""
+"""Predicted seconds of a step by tree size (`Costs`), and pruning of trees by cost (`MarginalCosts`)."""
 from __future__ import annotations
 
 import math
@@ -13,15 +13,15 @@ from engine.step import Step
 from tree import Tree, TreeShape
 
 MAX_FLAT_NODES = 5  # nodes of the largest tree with one level that is timed
-MAX_SLOWDOWN = 3.0  # a step / a plain step; above it no larger tree is timed
+MAX_SLOWDOWN = 3.0  # seconds of a step / of a plain step; above it no larger tree is timed
 MAX_MEASURED_RATIO = 1.5  # measured / predicted seconds, clamped: other programs delay single steps
 PRIOR_FIT_STEPS = 5.0  # weight of the prior `node_load_factor == load_factor`, in steps
 MIN_COST_RATIO = 0.002  # seconds of a level or a node / seconds of a plain step: nothing is free
 FIT_DECAY = 0.96  # weight of a step relative to the next one in the fit of the load factors
-PLAIN_STEP_WEIGHT = 0.3  # of a plain step in the moving average of `Costs.plain`
+PLAIN_STEP_WEIGHT = 0.3  # weight of a new plain step in the moving average of `Costs.plain`
 MAX_LOAD_DRIFT = 1.1  # change of the load factor, either way, after which plain steps are timed again
-PLAIN_VALID_STEPS = 16  # drafted steps after a plain one that leave `Costs.plain` as measured
-ESTIMATED_STEP_WEIGHT = 0.25  # in the fit, of the drafted step estimated at each plain step
+PLAIN_VALID_STEPS = 16  # drafted steps after a plain step during which `Costs.plain` stays as measured
+ESTIMATED_STEP_WEIGHT = 0.25  # in the fit, weight of the drafted step that is estimated from a plain step
 
 
 class Size(NamedTuple):
@@ -51,7 +51,7 @@ Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each step
 
 
 def fastest(steps: list[tuple[Size, float]]) -> float:
-    """Return the minimum of seconds: other processes only add delay."""
+    """Return the minimum seconds of the steps: other processes only add delay."""
     return min(seconds for _, seconds in steps)
 
 
@@ -72,7 +72,7 @@ class Costs:
 
     def __init__(self, plain: float, base: float, level: float = 0.0, node_seconds: Iterable[float] = (0.0,)):
         """node_seconds: of the first drafted node, of the second, and so on."""
-        self.plain, self.measured_plain = plain, plain  # present, in the trials
+        self.plain, self.measured_plain = plain, plain  # now, and in the trials
         self.base, self.level, self.node_seconds = base, level, [*node_seconds]
         self.cumulative = [0.0, *accumulate(self.node_seconds)]
         self.prior_weight = PRIOR_FIT_STEPS * self._node_seconds(MAX_FLAT_NODES) ** 2
@@ -90,8 +90,8 @@ class Costs:
     def from_trials(cls, trials: Trials) -> Costs:
         """Build costs from trials, which include REQUIRED_TRIALS.
 
-        The cost of a node does not fall with the size of the tree. Measurements that say so are noise and are
-        averaged (isotonic regression).
+        The cost of a node does not decrease with the size of the tree. Where measurements decrease, that is
+        noise: they are averaged (isotonic regression).
         """
         seconds = {trial: fastest(steps) for trial, steps in trials.items()}
         plain, base, flat = (seconds[trial] for trial in TRIALS[:3])
@@ -100,25 +100,26 @@ class Costs:
         for s, t in (TRIALS[1:3], *pairwise(deep)):
             more, nodes = seconds[t] - seconds[s], t.nodes - s.nodes
             while pools and pools[-1][0] / pools[-1][1] > more / nodes:
-                before = pools.pop()
-                more, nodes = more + before[0], nodes + before[1]
+                previous = pools.pop()
+                more, nodes = more + previous[0], nodes + previous[1]
             pools.append((more, nodes))
-        floor = MIN_COST_RATIO * plain
-        node_seconds = [max(more / nodes, floor) for more, nodes in pools for _ in range(nodes)]
+        min_cost = MIN_COST_RATIO * plain
+        node_seconds = [max(more / nodes, min_cost) for more, nodes in pools for _ in range(nodes)]
         levels = trials[deep[0]][0][0].levels if deep else 0
         level = (seconds[deep[0]] - flat) / levels if levels else base - plain
-        return cls(plain, max(base, plain), max(level, floor), node_seconds)
+        return cls(plain, max(base, plain), max(level, min_cost), node_seconds)
 
     @classmethod
     def of_trees(cls, trials: Trials) -> Costs:
         """Build costs of a few trees of fixed sizes from trials of a plain step and each tree.
 
-        Trees that were not timed, as smaller ones were too slow, cost more than they can gain.
+        Trees are not timed if a smaller one was too slow: they get a cost that no gain exceeds.
         """
         (_, plain), (smallest, base), *_ = timed = [(t.nodes, fastest(trials[t])) for t in sorted(trials)]
         node_seconds = [0.0] * max(smallest - 1, 1)
-        for (nodes, seconds), (more, longer) in pairwise(timed[1:]):
-            node_seconds += [max(longer - seconds, 0.0) / (more - nodes)] * (more - nodes)
+        for (nodes, seconds), (next_nodes, next_seconds) in pairwise(timed[1:]):
+            added = next_nodes - nodes
+            node_seconds += [max(next_seconds - seconds, 0.0) / added] * added
         return cls(plain, base, 0.0, [*node_seconds, MAX_SLOWDOWN * plain])
 
     def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
@@ -129,20 +130,20 @@ class Costs:
             ]
 
         plain, base, level, *node_seconds = (
-            one + (two - one) * fraction for one, two in zip(current(self), current(other))
+            a + (b - a) * fraction for a, b in zip(current(self), current(other))
         )
         return Costs(plain, base, level, node_seconds)
 
     def _node_seconds(self, count: int) -> float:
-        """Return the seconds of a tree's nodes in the trials. count: with the root, which takes none."""
-        known = len(self.node_seconds)
+        """Return the seconds of a tree's drafted nodes in the trials. count: nodes, root included."""
+        measured = len(self.node_seconds)
         return (
-            self.cumulative[count - 1] if count <= known
-            else self.cumulative[-1] + (count - 1 - known) * self.node_seconds[-1]
+            self.cumulative[count - 1] if count <= measured
+            else self.cumulative[-1] + (count - 1 - measured) * self.node_seconds[-1]
         )
 
     def seconds(self, size: Size, head: bool) -> float:
-        """Predict the seconds of a step under the present load. head: the draft head runs."""
+        """Predict the seconds of a step under the current load. head: the draft head runs."""
         without_nodes = self.load_factor * (self.base + self.level * size.levels) if head else self.plain
         return without_nodes + self.node_load_factor * self._node_seconds(size.nodes)
 
@@ -167,12 +168,12 @@ class Costs:
         """Update the load factors, or `plain`, from a measured step."""
         seconds = min(seconds, MAX_MEASURED_RATIO * self.seconds(size, head))
         nodes = self._node_seconds(size.nodes)
-        before = self.load_factor
+        previous = self.load_factor
         if head:
             self._fit(self.base + self.level * size.levels, nodes, seconds)
             self.steps_since_plain += 1
-            self.plain *= self.load_factor / before if self.steps_since_plain > PLAIN_VALID_STEPS else 1.0
-            self.load_drift *= self.load_factor / before
+            self.plain *= self.load_factor / previous if self.steps_since_plain > PLAIN_VALID_STEPS else 1.0
+            self.load_drift *= self.load_factor / previous
         else:
             self.steps_since_plain = 0
             measured = max(seconds - self.node_load_factor * nodes, self.plain / 2)
@@ -200,11 +201,11 @@ class Costs:
 
 
 class MarginalCosts(NamedTuple):
-    """Costs of drafts, in tokens that decoding without them would emit in the same time.
+    """Costs of drafted levels and nodes, in tokens that decoding without them would emit in the same time.
 
     A level or a node is drafted only if its expected gain is at least its cost. The expected gain of a node
-    is its acceptance probability: min(1, confidence * exp(score)). The n-th best nodes of all sequences
-    share a cost. Values are read back to the host, so this is for CPUs.
+    is its acceptance probability: min(1, confidence * exp(score)). The n-th best nodes of all sequences are
+    verified together: their summed gain is compared with one cost. Values are read by the host: for CPUs.
 
     level: cost of one more level. nodes [T-1]: cost of the first drafted node, of the second, and so on.
     confidence [B]: accepted drafts / sum of exp(score) over the drafts; 0 for an idle slot.

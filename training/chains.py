@@ -17,15 +17,15 @@ from tree import gather_tokens
 
 
 class ChainAttention:
-    """Attention of chains that start at the positions `at` [B, R] of sequences [B, T].
+    """Attention of chains that start at the positions `starts` [B, R] of sequences [B, T].
 
-    At step i a chain attends to the sequence up to its position, with the keys of step 0, and to its own keys
-    of steps 1..i.
+    At step i a chain attends to the sequence up to its start, with the keys of step 0, and to its own keys of
+    steps 1..i.
     """
 
-    def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor):
+    def __init__(self, head: Head, layer: Block, inputs: Tensor, starts: Tensor):
         """inputs [B, T, ...]: the layer's inputs for the sequence."""
-        self.layer, self.args, self.inv_freq, self.at = layer, head.args, head.inv_freq, at
+        self.layer, self.args, self.inv_freq, self.starts = layer, head.args, head.inv_freq, starts
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         q, k, v = self._heads(inputs, positions[None])
         self.queries = q  # [B, T, nh, hd]
@@ -40,23 +40,23 @@ class ChainAttention:
 
     def mask(self, step: int = 0) -> Tensor:
         """Return the additive mask [B, 1, 1, R, T] over the sequence at a step of the chains."""
-        at, window = self.at[..., None], self.layer.window
-        visible = self.positions <= at
+        start, window = self.starts[..., None], self.layer.window
+        visible = self.positions <= start
         if window:
-            visible = visible & (self.positions > at + step - window)
+            visible = visible & (self.positions > start + step - window)
         return torch.where(visible, 0.0, float("-inf"))[:, None, None]
 
-    def first(self) -> Tensor:
+    def first_step(self) -> Tensor:
         """Return the attention output of step 0 [B, R, nh*hd]. Call it before any other step."""
-        return self._attend(gather_tokens(self.queries, self.at), self.mask())
+        return self._attend(gather_tokens(self.queries, self.starts), self.mask())
 
-    def text(self) -> Tensor:
+    def sequence(self) -> Tensor:
         """Return the causal attention output of all positions [B, T, nh*hd]."""
         T = self.queries.shape[1]
-        near = torch.ones(T, T, dtype=torch.bool, device=self.queries.device).tril()
+        visible = torch.ones(T, T, dtype=torch.bool, device=self.queries.device).tril()
         if self.layer.window:
-            near = near.triu(1 - self.layer.window)
-        mask = torch.where(near, 0.0, float("-inf"))
+            visible = visible.triu(1 - self.layer.window)
+        mask = torch.where(visible, 0.0, float("-inf"))
         return self._attend(self.queries, mask)
 
     def step(self, inputs: Tensor, number: int) -> Tensor:
@@ -64,7 +64,7 @@ class ChainAttention:
 
         inputs [B, R', ...]: the layer's inputs. No step has more chains than the previous one.
         """
-        q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
+        q, k, v = self._heads(inputs, self.starts[:, : inputs.shape[1]] + number)
         self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
         return self._attend(q, self.mask(number))
 
@@ -88,9 +88,9 @@ def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int)
     layer = head.layer
     inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
     chains = ChainAttention(head, layer, inputs, batch.starts)
-    drafts = [layer.finish(gather_tokens(residual, batch.starts), chains.first())]
+    drafts = [layer.finish(gather_tokens(residual, batch.starts), chains.first_step())]
     for step in range(1, steps):  # each step reads the head's output of the previous step
-        inputs, residual = layer.inputs(head.embed(batch.following(step)), drafts[-1])
+        inputs, residual = layer.inputs(head.embed(batch.input_tokens(step)), drafts[-1])
         drafts.append(layer.finish(residual, chains.step(inputs, step)))
     return head.norm(_scored(drafts, batch))
 
@@ -99,20 +99,20 @@ def eagle1_outputs(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
     """Predict the target's next feature, as EAGLE-1 does. feature [B, T, H]: after the final norm."""
     x = head.fc(torch.cat((head.embed(batch.tokens.roll(-1, 1)), feature), dim=-1))
     chains = ChainAttention(head, head.layer, x, batch.starts)
-    return _scored([head.layer.finish(gather_tokens(x, batch.starts), chains.first())], batch)
+    return _scored([head.layer.finish(gather_tokens(x, batch.starts), chains.first_step())], batch)
 
 
 class BlockAttention(ChainAttention):
     """Attention of chains whose steps are computed together.
 
-    Each step attends to the sequence, and to the steps of its chain that `sees` [K, K] allows.
+    Each step attends to the sequence, and to the steps of its chain that are `visible` [K, K].
     """
 
-    def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor, sees: Tensor):
-        super().__init__(head, layer, inputs, at)
+    def __init__(self, head: Head, layer: Block, inputs: Tensor, starts: Tensor, visible: Tensor):
+        super().__init__(head, layer, inputs, starts)
         if layer.window:
-            sees = sees.tril().triu(1 - layer.window)
-        self.sees = torch.where(sees, 0.0, float("-inf"))
+            visible = visible.tril().triu(1 - layer.window)
+        self.step_mask = torch.where(visible, 0.0, float("-inf"))
 
     def block(self, inputs: Tensor, first: int) -> Tensor:
         """Return the attention output of the steps first ... first + K - 1 [B, R, K, nh*hd].
@@ -120,32 +120,33 @@ class BlockAttention(ChainAttention):
         inputs [B, R, K, ...]: the layer's inputs.
         """
         B, R, K = inputs.shape[:3]
-        positions = self.at[..., None] + first + torch.arange(K, device=inputs.device)
+        positions = self.starts[..., None] + first + torch.arange(K, device=inputs.device)
         q, k, v = self._heads(inputs.flatten(1, 2), positions.flatten(1))
         (nh, hd), nkv, T = q.shape[2:], self.args.num_kv_heads, self.k.shape[-1]
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv, R, K, hd) * hd**-0.5
         k, v = (x.transpose(1, 2).reshape(B, nkv, 1, R, K, hd) for x in (k, v))
         mask = torch.stack([self.mask(first + i) for i in range(K)], -2)  # [B, 1, 1, R, K, T]
-        text = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + mask
-        own = q @ k.transpose(-1, -2) + self.sees
-        weights = torch.cat((text.float(), own.float()), -1).softmax(-1).to(self.v.dtype)
+        sequence_scores = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + mask
+        step_scores = q @ k.transpose(-1, -2) + self.step_mask
+        weights = torch.cat((sequence_scores.float(), step_scores.float()), -1).softmax(-1).to(self.v.dtype)
         out = (weights[..., :T].flatten(3, 4) @ self.v).unflatten(3, (R, K)) + weights[..., T:] @ v
         return out.reshape(B, nh, R, K, hd).permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
-    """Run DFlash's and DSpark's blocks, which begin with the token after each position.
+    """Run DFlash's and DSpark's blocks: each starts with the token after a start position.
 
     features: the target's [B, T, F].
     """
-    context, anchors, size = head.fuse(features), batch.following(0), head.args.block
+    context, anchors, size = head.fuse(features), batch.input_tokens(0), head.args.block
     x = head.block_inputs(anchors)  # [B, C, block, H]
-    sees = torch.ones(size, size, dtype=torch.bool, device=x.device)
+    visible = torch.ones(size, size, dtype=torch.bool, device=x.device)
+    visible = visible.tril() if head.args.causal else visible
     for layer in head.layers:
-        chains = BlockAttention(head, layer, context, batch.starts, sees.tril() if head.args.causal else sees)
+        chains = BlockAttention(head, layer, context, batch.starts, visible)
         x = layer.finish(x, chains.block(layer.attn_norm(x), 1))
-    rows = head.norm(head.draft_rows(x))
-    return _scored([rows[:, :, i] for i in range(steps)], batch)
+    outputs = head.norm(head.draft_rows(x))
+    return _scored([outputs[:, :, i] for i in range(steps)], batch)
 
 
 def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
@@ -153,27 +154,27 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
 
     features: the target's [B, T, F].
     """
-    text, following = head.fuse(features), head.embed(batch.tokens.roll(-1, 1))
+    x, next_tokens = head.fuse(features), head.embed(batch.tokens.roll(-1, 1))
     mask = torch.full_like(batch.starts, head.args.mask_id)
-    hidden = head.fuse(head.mask_hidden[None, None]).expand(*batch.starts.shape, -1)
-    rows = [hidden[:, :count] for count in batch.chains[1:]]
+    mask_feature = head.fuse(head.mask_hidden[None, None]).expand(*batch.starts.shape, -1)
+    drafts = [mask_feature[:, :count] for count in batch.chains[1:]]  # by draft step: residual streams
     layers = [head.layer, *head.more_layers]
     for layer in layers:
         if layer is head.layer:
-            read, text = layer.inputs(following, text)
-            entering = [layer.inputs(head.embed(mask[:, : row.shape[1]]), row) for row in rows]
+            inputs, x = layer.inputs(next_tokens, x)
+            pairs = [layer.inputs(head.embed(mask[:, : h.shape[1]]), h) for h in drafts]
         else:
-            read, entering = text, [(row, row) for row in rows]
-        chains = ChainAttention(head, layer, read, batch.starts)
+            inputs, pairs = x, [(h, h) for h in drafts]
+        chains = ChainAttention(head, layer, inputs, batch.starts)
         if layer is layers[-1]:  # only the start positions
-            text = layer.finish(gather_tokens(text, batch.starts), chains.first())
+            x = layer.finish(gather_tokens(x, batch.starts), chains.first_step())
         else:
-            text = layer.finish(text, chains.text())
-        rows = [layer.finish(row, chains.step(reads, step)) for step, (reads, row) in enumerate(entering, 1)]
-    wide = [F.pad(x, (0, 0, 0, batch.starts.shape[1] - x.shape[1])) for x in (text, *rows)]
-    return head.norm(_scored(wide, batch))
+            x = layer.finish(x, chains.sequence())
+        drafts = [layer.finish(h, chains.step(inputs, step)) for step, (inputs, h) in enumerate(pairs, 1)]
+    padded = [F.pad(h, (0, 0, 0, batch.starts.shape[1] - h.shape[1])) for h in (x, *drafts)]
+    return head.norm(_scored(padded, batch))
 
 
 def _scored(outputs: list[Tensor], batch: Batch) -> Tensor:
-    """Select from outputs [B, R, H] of every step the scored predictions [M, H]."""
+    """Select the scored predictions [M, H] from the outputs [B, R, H] of every step."""
     return torch.cat([x.flatten(0, 1) for x in outputs])[batch.index]

@@ -18,7 +18,7 @@ from model import Embedding, Linear, Transformer
 
 
 class TargetStates(NamedTuple):
-    """Hidden states of the target on rows [B, T], or on one row [n]. Those of padding are undefined."""
+    """Hidden states of the target on rows [B, T], or on one row [n]. States of padding are undefined."""
 
     features: Tensor  # inputs of the auxiliary layers, concatenated [..., F]
     normed: Tensor  # last hidden state after the final norm [..., H]
@@ -27,7 +27,7 @@ class TargetStates(NamedTuple):
 class Features:
     """Computes and caches the target's hidden states of rows.
 
-    Rows are not batched, so that a resumed run reads the same features. cache_bytes: size of the cache.
+    Rows are not batched, so that a resumed run computes the same features. cache_bytes: size of the cache.
     dtype: of the cached states. read_dtype: of the result of `read`. Both default to the target's. identity:
     of the target (`checkpoint.folder`).
     """
@@ -78,19 +78,21 @@ def training_copy(target: Transformer) -> Transformer:
 
     That holds for processors without bfloat16 instructions, and for Intel's with AVX512-BF16 but no AMX.
     """
-    on_gpu, has = target.embed.device.type == "cuda", isa.features()
-    if on_gpu or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.vendor() != isa.INTEL):
+    on_gpu, features = target.embed.device.type == "cuda", isa.features()
+    fast_bf16 = "amx_bf16" in features or (features & {"avx512_bf16", "bf16"} and isa.vendor() != isa.INTEL)
+    if on_gpu or fast_bf16:
         return target
     return copy.deepcopy(target).float() if target.embed.dtype != torch.float32 else target
 
 
 def without_layers(target: Transformer) -> Transformer:
     """Return the target without its layers: embedding, final norm and lm_head, dequantized."""
-    ends, dtype = copy.copy(target), target.embed.dtype
-    ends._modules = target._modules | {"layers": nn.ModuleList()}
+    outer, dtype = copy.copy(target), target.embed.dtype
+    outer._modules = target._modules | {"layers": nn.ModuleList()}
     for name, layer in (("embed", target.embed), ("lm_head", target.lm_head)):
         if isinstance(layer, QuantizedLinear):
-            exact = (Embedding if name == "embed" else Linear)(1, 1, device="meta")
-            exact.weight, exact.bias = nn.Parameter(layer.dequantize(dtype), requires_grad=False), None
-            setattr(ends, name, exact)
-    return ends
+            dequantized = (Embedding if name == "embed" else Linear)(1, 1, device="meta")
+            dequantized.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
+            dequantized.bias = None
+            setattr(outer, name, dequantized)
+    return outer

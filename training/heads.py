@@ -21,11 +21,11 @@ from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Ob
 
 BLOCK_DRAFTS = 7  # draft tokens of a block
 MARKOV_RANK = 128  # of a new DSpark head
-RIDGE = 1e-4  # ridge regularization / mean diagonal; needed if the head has fewer draft ids than columns
+RIDGE = 1e-4  # regularization / mean diagonal, for heads with fewer draft ids than lm_head columns
 
 
 class TrainedKind(NamedTuple):
-    """A kind of head that can be trained. options: those of train.py that only some kinds have."""
+    """A kind of head that can be trained. options: of train.py, which only some kinds take."""
 
     title: str  # on the model card
     objective: type[Objective]
@@ -54,7 +54,7 @@ class HeadShape:
     drafts: int | None = None  # draft tokens of a block
     markov_rank: int | None = None
     mask_id: int = 0
-    longest: int = 0  # tokens of the longest row of the training text
+    max_length: int = 0  # tokens of the longest training row
 
 
 def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int, ...]:
@@ -71,60 +71,62 @@ def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int
 
 
 def head_args(
-    a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape, start: Head | None = None
+    target: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape, start: Head | None = None
 ) -> HeadArgs:
-    """Return the arguments of a head for a target with arguments `a`, based on those of `start`, if any.
+    """Return the arguments of a head for a target with arguments `target`, based on those of `start`, if any.
 
-    Raises ValueError on an impossible shape, or one that drops a part of `start`.
+    Raises ValueError on an invalid shape, or one that drops a part of `start`.
     """
     network = class_of({"kind": kind, **(asdict(start.args) if start else {})})
     if start is None:
         args = {
-            "vocab_size": a.vocab_size, "hidden_size": a.hidden_size,
-            "intermediate_size": a.intermediate_size, "num_layers": shape.num_layers or 1,
-            "num_heads": a.num_heads, "num_kv_heads": a.num_kv_heads, "head_dim": a.head_dim,
-            "norm_eps": a.norm_eps, "rope_base": a.rope_base, "rope_scaling": None,
-            "max_seq_len": a.max_seq_len, "draft_vocab_size": draft_vocab_size,
-            "target_hidden_size": a.hidden_size, "own_embedding": False,
+            "vocab_size": target.vocab_size, "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size, "num_layers": shape.num_layers or 1,
+            "num_heads": target.num_heads, "num_kv_heads": target.num_kv_heads, "head_dim": target.head_dim,
+            "norm_eps": target.norm_eps, "rope_base": target.rope_base, "rope_scaling": None,
+            "max_seq_len": target.max_seq_len, "draft_vocab_size": draft_vocab_size,
+            "target_hidden_size": target.hidden_size, "own_embedding": False,
             "own_lm_head": network is not Eagle1Head,
-            "aux_layers": aux_layers(network, a.num_layers, shape.states),
+            "aux_layers": aux_layers(network, target.num_layers, shape.states),
         }
     else:
         args = _args_of(start, network, shape) | {"draft_vocab_size": draft_vocab_size}
-        args["own_lm_head"] |= draft_vocab_size < a.vocab_size  # the target's has a row for every id
-    args["draft_window"] = max(shape.longest, args.get("draft_window", 0))
+        args["own_lm_head"] |= draft_vocab_size < target.vocab_size  # the target's has a row for every id
+    args["draft_window"] = max(shape.max_length, args.get("draft_window", 0))
     if issubclass(network.Args, MarkovArgs):
-        has, rank = args.get("markov_rank", 0), shape.markov_rank
-        if has and rank not in (None, has):
-            raise ValueError(f"--markov-rank {rank}: the head of --start has {has}, and keeps it")
+        start_rank, rank = args.get("markov_rank", 0), shape.markov_rank
+        if start_rank and rank not in (None, start_rank):
+            raise ValueError(f"--markov-rank {rank}: the head of --start has rank {start_rank}, which cannot"
+                             " change; leave the option out")
         if rank is None:
-            rank = MARKOV_RANK if start is None and network is DSparkHead else has
-        if rank and not has:
+            rank = MARKOV_RANK if start is None and network is DSparkHead else start_rank
+        if rank and not start_rank:
             args |= {"markov_rank": rank, "confidence": True, "confidence_reads_markov": True}
         args.setdefault("mask_id", shape.mask_id)
         if shape.drafts or not {"block", "drafts"} & args.keys():
             drafts, from_anchor = shape.drafts or BLOCK_DRAFTS, args.get("from_anchor", network is DSparkHead)
             block = {"block": drafts + (not from_anchor), "from_anchor": from_anchor}
             args |= {"drafts": drafts} if network is PEagleHead else block
-    made = network.Args(**args)
-    check_args(made)
-    return made
+    checked = network.Args(**args)
+    check_args(checked)
+    return checked
 
 
 def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
-    """Return the arguments of `start`, with additional layers if asked for. Raises ValueError."""
-    given = start.args
-    layers = shape.num_layers or given.num_layers
+    """Return the arguments of `start`, with additional layers if requested. Raises ValueError."""
+    args = start.args
+    layers = shape.num_layers or args.num_layers
     if type(start) is not network and not (isinstance(start, Eagle3Head) and network is PEagleHead):
         raise ValueError(f"--start: {network.__name__} cannot start from {type(start).__name__}")
-    several = layers > 1 and isinstance(start, Eagle3Head) and network is not PEagleHead
-    if several or getattr(given, "recycle_normed", False):
-        raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
-                         " not trained")
-    if layers < given.num_layers:
-        raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
-    args = {field.name: getattr(given, field.name) for field in fields(given)}
-    return args | {"num_layers": layers, "draft_window": given.draft_window or given.max_seq_len}
+    several_layers = layers > 1 and isinstance(start, Eagle3Head) and network is not PEagleHead
+    if several_layers or getattr(args, "recycle_normed", False):
+        raise ValueError("--start: training EAGLE-3 heads with several layers, or that read their own normed"
+                         " output, is not supported")
+    if layers < args.num_layers:
+        raise ValueError(f"--layers {layers}: the head of --start has {args.num_layers}; pass at least that")
+    fields_of_start = {field.name: getattr(args, field.name) for field in fields(args)}
+    return fields_of_start | {
+        "num_layers": layers, "draft_window": args.draft_window or args.max_seq_len}
 
 
 def own_weights(head: Head) -> dict[str, Tensor]:
@@ -137,10 +139,10 @@ def new_head(
 ) -> Head:
     """Make a head in float32, initialized from `start`, else from the target; the rest is random.
 
-    Without `start`, lm_head has the target's rows, and the final norm a third of the target's (the full one
-    makes an untrained head overconfident); `fc` copies the highest captured layer (EAGLE-1: the feature).
-    Each of these gained several points of held-out accuracy in equally short runs. With `start`, additional
-    layers add zero to the residual stream. Raises ValueError as `head_args`.
+    Without `start`, lm_head has the target's rows, and the final norm 0.3 times the target's weights (with
+    the full ones an untrained head is overconfident); `fc` copies the highest captured layer (EAGLE-1: the
+    feature). Each of these gained several points of held-out accuracy in equally short runs. With `start`,
+    additional layers add zero to the residual stream. Raises ValueError as `head_args`.
     """
     args = head_args(target.args, kind, len(draft_ids), shape, start)
     torch.manual_seed(seed)
@@ -170,7 +172,7 @@ def new_head(
 def _weights_of(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str, Tensor]:
     """Return the weights of `start` for a head with these draft ids.
 
-    For ids that `start` cannot draft, lm_head rows are predicted and rows of the Markov head are zero.
+    For ids outside the draft vocabulary of `start`, lm_head rows are predicted and Markov rows are zero.
     """
     copied = {name: tensor.float().cpu() for name, tensor in own_weights(start).items()}
     start_ids = start.draft_ids.cpu()
@@ -208,9 +210,9 @@ def _initialize_block_weights(head: Head, target: Transformer, copied: Container
 def _predict_lm_head(rows: Tensor, start_ids: Tensor, table: Tensor) -> Tensor:
     """Predict a head's lm_head row of every token [V, H] from the target's rows [V, Ht].
 
-    A least-squares map from the target's rows of `start_ids` [m] to the head's own `table` [m, H]. Without
-    it the new rows would meet states that are not the target's, and most of the head's top-1 tokens would be
-    tokens that it does not know.
+    The prediction is a least-squares map from the target's rows of `start_ids` [m] to the head's own `table`
+    [m, H]. The head's hidden states are not the target's: with the target's rows unchanged, most top-1 tokens
+    would be new ids.
     """
     known = rows[start_ids].double()
     square = known.T @ known

@@ -35,25 +35,25 @@ def row_loss(logits: Tensor, p: Tensor, lk: float) -> tuple[Tensor, Tensor, Tens
     """
     lse = logits.logsumexp(-1, keepdim=True)
     q = (logits - lse).exp_()
-    overlap = torch.minimum(p, q).sum(-1)
-    loss, slope = lse[:, 0] - torch.linalg.vecdot(logits, p), q - p
+    acceptance = torch.minimum(p, q).sum(-1)
+    loss, gradient = lse[:, 0] - torch.linalg.vecdot(logits, p), q - p
     if lk:
-        loss = torch.lerp(loss, -overlap.log(), lk)
-        nearer = q * (q < p)
-        slope.lerp_((q * nearer.sum(-1, keepdim=True) - nearer) / overlap[:, None], lk)
-    return loss, slope, overlap
+        loss = torch.lerp(loss, -acceptance.log(), lk)
+        q_below_p = q * (q < p)
+        gradient.lerp_((q * q_below_p.sum(-1, keepdim=True) - q_below_p) / acceptance[:, None], lk)
+    return loss, gradient, acceptance
 
 
 class DraftLoss(torch.autograd.Function):
     """A loss of an lm_head's logits, weighted and summed.
 
-    Logits are as large as the vocabulary and would be written and read a dozen times. Here a block of them
-    stays in the cache until its loss, its choices and its gradients are done. The gradients are computed with
-    the loss, so `weight`, the weight of each row's loss, must be final.
+    Logits are large: autograd would write and read them a dozen times. Here a block of logits stays in the
+    CPU cache until its loss, top-1 tokens and gradients are computed. The gradients are computed with the
+    loss, so `weight`, the weight of each row's loss, must be final.
 
     x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[index[i]].
-    Returns the weighted sum [] and, without gradient, sum_x min(p_x, q_x) [M] and whether the first choice is
-    the teacher's [M], 1.0 or 0.0.
+    Returns the weighted sum [] and, without gradient, the acceptance rate sum_x min(p_x, q_x) [M] and whether
+    the top-1 token is the teacher's [M], 1.0 or 0.0.
     """
 
     @staticmethod
@@ -63,40 +63,40 @@ class DraftLoss(torch.autograd.Function):
         needs_x, needs_head = ctx.needs_input_grad[:2]
         M, x_dtype = x.shape[0], x.dtype
         x, w = x.to(teacher.dtype), lm_head.to(teacher.dtype)
-        totals, overlaps, right = x.new_empty(3, M, dtype=torch.float32)
-        slopes = x.new_empty(M, lm_head.shape[0]) if needs_x or needs_head else None  # of the logits
+        losses, acceptance, correct = x.new_empty(3, M, dtype=torch.float32)
+        dlogits = x.new_empty(M, lm_head.shape[0]) if needs_x or needs_head else None
         block = 128 if x.device.type == "cpu" else 4096
         for i in range(0, M, block):
-            at = slice(i, i + block)
-            logits, p = F.linear(x[at], w).float(), teacher[index[at]].float().softmax(-1)
-            right[at] = (logits.argmax(-1) == p.argmax(-1)).float()
-            totals[at], slope, overlaps[at] = row_loss(logits, p, lk)
-            if slopes is not None:
-                slopes[at] = slope.mul_(weight[at, None])
-        dx = (slopes @ w).to(x_dtype) if needs_x else None
-        dw = (slopes.T @ x).to(lm_head.dtype) if needs_head else None
+            rows = slice(i, i + block)
+            logits, p = F.linear(x[rows], w).float(), teacher[index[rows]].float().softmax(-1)
+            correct[rows] = (logits.argmax(-1) == p.argmax(-1)).float()
+            losses[rows], gradient, acceptance[rows] = row_loss(logits, p, lk)
+            if dlogits is not None:
+                dlogits[rows] = gradient.mul_(weight[rows, None])
+        dx = (dlogits @ w).to(x_dtype) if needs_x else None
+        dw = (dlogits.T @ x).to(lm_head.dtype) if needs_head else None
         ctx.save_for_backward(dx, dw)
-        ctx.mark_non_differentiable(overlaps, right)
-        return (totals * weight).sum(), overlaps, right
+        ctx.mark_non_differentiable(acceptance, correct)
+        return (losses * weight).sum(), acceptance, correct
 
     @staticmethod
-    def backward(ctx, slope: Tensor, *_):
-        return *(None if d is None else d * slope for d in ctx.saved_tensors), None, None, None, None
+    def backward(ctx, dloss: Tensor, *_):
+        return *(None if d is None else d * dloss for d in ctx.saved_tensors), None, None, None, None
 
 
 class Objective:
     """A head, its loss on a batch, and the head that is written at the end.
 
-    lk: weight of that loss, see `row_loss`. start: the head that this one was initialized from, if any.
-    `aux_layers` are the target's layers whose states the loss reads. Each kind has two methods:
+    lk: weight of the acceptance loss, see `row_loss`. start: the head that this one was initialized from, if
+    any. aux_layers: the target's layers whose states the loss reads. Each kind has two methods:
 
-    learn_scale(states, real) sets `scale`, which divides features, from the target's states on some text;
+    learn_scale(states, real) sets `scale`, which divides features, from the target's states on sample rows;
     real [B, T]: False on padding.
 
-    loss(batch, states, scored, seeds) returns (loss [], correct first choices [steps]) of a batch with the
-    target's states on it. The batch may be a part of an optimizer step: scored counts the predictions of each
-    draft step in all of it. seeds: of the noise on each row. A first choice is correct if it is the target's
-    among the draft ids. A token of the text outside them is a miss.
+    loss(batch, states, scored, seeds) returns (loss [], number of correct top-1 tokens [steps]) of a batch
+    with the target's states on it. The batch may be a micro-batch: `scored` is the number of predictions of
+    each draft step in the whole optimizer step. seeds: of the noise on each row. A top-1 token is correct if
+    it is the target's top-1 among the draft ids. A training token outside the draft ids counts as wrong.
     """
 
     outputs = None  # one of `training.chains`
@@ -130,12 +130,12 @@ class Objective:
         by_step = torch.tensor([self.decay**i / max(1, n) for i, n in enumerate(scored)], device=self.device)
         return by_step[batch.step]
 
-    def hits(self, batch: Batch, right: Tensor) -> Tensor:
-        """Sum what `DraftLoss` found right [M] by draft step [steps]."""
-        return right.new_zeros(len(batch.scored)).index_add(0, batch.step, right)
+    def hits(self, batch: Batch, correct: Tensor) -> Tensor:
+        """Sum the correct predictions [M] of `DraftLoss` by draft step [steps]."""
+        return correct.new_zeros(len(batch.scored)).index_add(0, batch.step, correct)
 
     def settings(self) -> dict:
-        """Return what changes the loss: runs that differ here are different runs."""
+        """Return the settings that change the loss. A resumed run must have the same."""
         start, ids = identity(self.start) if self.start else "", digest(self.head.draft_ids.tolist())
         return {"kind": type(self.head).__name__, "steps": self.steps, "lk": self.lk, "draft_ids": ids,
                 "start": start}
@@ -146,7 +146,7 @@ class Objective:
 
 
 class Eagle3Objective(Objective):
-    """EAGLE-3 by training-time test: its distribution against the target's, over the draft vocabulary."""
+    """EAGLE-3 by training-time test: the loss compares distributions over the draft vocabulary."""
 
     outputs, decay = eagle3_outputs, STEP_DECAY
 
@@ -161,26 +161,27 @@ class Eagle3Objective(Objective):
         with self.autocast():
             x = self.run(self.head, batch, features, len(batch.scored))
         teacher = self.cap_logits(F.linear(batch.after(states.normed), self.lm_head_weight))
-        weight, rows, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
-        if getattr(args, "markov_rank", 0):  # one product with both lm_heads: their sum is the logits
+        weight, hidden, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
+        if getattr(args, "markov_rank", 0):  # logits = lm_head(hidden) + markov_out(...), in one product
             with self.autocast():
-                reads = self.head.markov_input(rows, batch.before())
-            x = torch.cat((rows, reads.to(rows.dtype)), -1)
+                markov_input = self.head.markov_input(hidden, batch.previous_tokens())
+            x = torch.cat((hidden, markov_input.to(hidden.dtype)), -1)
             lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
-        loss, accepted, right = DraftLoss.apply(x, lm_head, teacher, batch.teacher_index, weight, self.lk)
+        loss, accepted, correct = DraftLoss.apply(x, lm_head, teacher, batch.teacher_index, weight, self.lk)
         if getattr(args, "confidence", False):
             with self.autocast():
-                logits = self.head.confidence_logit(rows, batch.before())
-            errors = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
-            loss = loss + (errors * weight).sum()
-        return loss, self.hits(batch, right)
+                logits = self.head.confidence_logit(hidden, batch.previous_tokens())
+            confidence_loss = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+            loss = loss + (confidence_loss * weight).sum()
+        return loss, self.hits(batch, correct)
 
     def learn_scale(self, states: TargetStates, real: Tensor) -> None:
         """Set `scale` to the root mean square of every feature [F].
 
-        A target's residual stream has channels tens of times larger than the rest. Adam moves all weights at
-        one rate, so `fc` learns badly from raw features. It is trained on features divided by this scale, and
-        `trained` folds the division into its weights. The first token, an attention sink, is left out.
+        A target's residual stream has channels tens of times larger than the rest. Adam updates all weights
+        at the same rate, so `fc` learns badly from raw features. It is trained on features divided by this
+        scale, and `trained` folds the division into its weights. The first token, an attention sink, is
+        excluded.
         """
         if getattr(self.head, "fc_norms", None):
             return  # `fc` reads normed features
@@ -189,7 +190,7 @@ class Eagle3Objective(Objective):
         self.scale = states.features.float()[real].pow(2).mean(0).sqrt().clamp(min=1e-6)
         initialized = own_state(self.start) if self.start else ()
         for name, p, factor in self._scaled(self.head):
-            if name in initialized:  # it is of a head that reads unscaled features
+            if name in initialized:  # `start` reads unscaled features
                 p.data *= factor
 
     def trained(self):
@@ -200,31 +201,31 @@ class Eagle3Objective(Objective):
 
     def _scaled(self, head: Head) -> list[tuple[str, Tensor, Tensor]]:
         """Return (name, weight, factor) of the weights of a head that `scale` changes."""
-        changed = [("fc.weight", head.fc.weight, self.scale)]
+        scaled = [("fc.weight", head.fc.weight, self.scale)]
         if isinstance(head, PEagleHead):
-            changed.append(("mask_hidden", head.mask_hidden, 1 / self.scale))
-        return changed
+            scaled.append(("mask_hidden", head.mask_hidden, 1 / self.scale))
+        return scaled
 
 
 class BlockObjective(Eagle3Objective):
-    """DFlash and DSpark: step i is a row that knows no token after the root.
+    """DFlash and DSpark: all draft steps are predicted in one pass, from the root and mask tokens.
 
-    Some chains of each answer are drawn; validation takes all. The Markov head learns with the
-    lm_head, given the tokens of the text. The confidence head learns how often a draft is accepted, and
-    nothing else learns from it (arXiv 2607.05147, section 3).
+    Training samples the chains of each answer; validation uses all. The Markov head is trained with the
+    lm_head, on the previous tokens of the training data. The confidence head is trained to predict the
+    acceptance rate; its inputs are detached (arXiv 2607.05147, section 3).
     """
 
     outputs, sampled = block_outputs, 0.5
 
 
 class PEagleObjective(BlockObjective):
-    """P-EAGLE: the same with fewer chains at each draft step."""
+    """P-EAGLE: as `BlockObjective`, with fewer chains at each further draft step."""
 
     outputs, retention = p_eagle_outputs, 0.7
 
 
 class Eagle1Objective(Objective):
-    """EAGLE-1/2: regression of the target's next feature."""
+    """EAGLE-1/2: regression to the target's next feature."""
 
     outputs = eagle1_outputs
 
@@ -236,26 +237,26 @@ class Eagle1Objective(Objective):
         """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS_WEIGHT times the
         cross-entropy with its next-token distribution, through its own lm_head (section 4.2).
         """
-        read = states.normed
+        inputs = states.normed
         if torch.is_grad_enabled():  # no noise in validation
-            read = read + self._noise(batch.rows, read, seeds)
+            inputs = inputs + self._noise(batch.rows, inputs, seeds)
         with self.autocast():
-            predicted = self.run(self.head, batch, read)
+            predicted = self.run(self.head, batch, inputs)
         features, weight = batch.after(states.normed), self.weights(batch, scored)
         lm_head_weight = self.head.lm_head.weight
-        wanted = features[batch.teacher_index].float()
-        distance = F.smooth_l1_loss(predicted.float(), wanted, reduction="none").mean(-1)
-        token_loss, _, right = DraftLoss.apply(
+        expected = features[batch.teacher_index].float()
+        regression = F.smooth_l1_loss(predicted.float(), expected, reduction="none").mean(-1)
+        token_loss, _, correct = DraftLoss.apply(
             predicted, lm_head_weight, F.linear(features, lm_head_weight), batch.teacher_index, weight
         )
-        return (distance * weight).sum() + TOKEN_LOSS_WEIGHT * token_loss, self.hits(batch, right)
+        return (regression * weight).sum() + TOKEN_LOSS_WEIGHT * token_loss, self.hits(batch, correct)
 
     def _noise(self, rows: list[dict], state: Tensor, seeds: list[int]) -> Tensor:
-        """Return noise for state [B, T, H]. Each row's is the same beside any other rows."""
+        """Return noise for state [B, T, H]. A row's noise does not depend on the other rows of the batch."""
         noise, scale = torch.zeros_like(state), self.scale.cpu()
         for i, (row, seed) in enumerate(zip(rows, seeds)):
-            n, generator = len(row["ids"]), torch.Generator().manual_seed(seed)
-            uniform = torch.rand(n, state.shape[-1], generator=generator) * 2 - 1
+            n, rng = len(row["ids"]), torch.Generator().manual_seed(seed)
+            uniform = torch.rand(n, state.shape[-1], generator=rng) * 2 - 1
             noise[i, :n] = uniform * NOISE_WIDTH * scale
         return noise
 

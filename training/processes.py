@@ -14,10 +14,10 @@ RANK_TIMEOUT = timedelta(days=2)
 
 
 class ProcessGroup:
-    """The ranks of a run. With a single rank every method does nothing.
+    """The ranks of a run. With a single rank, no method communicates.
 
-    target_ranks: the `kernels.tp.Ranks` that share the target; None: each has all of it. The target then
-    computes and writes the same on all ranks together, only the head's rows are sharded.
+    target_ranks: the `kernels.tp.Ranks` that the target is sharded over; None: each rank has a copy. With a
+    sharded target all ranks decode the same conversations; only the rows of a batch are split.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, target_ranks: Ranks | None = None):

@@ -67,8 +67,8 @@ class TrainingLog:
 
 def _format_accuracy(accuracy: list[float], digits: int) -> str:
     """Format the accuracy by draft step, and the chain τ that follows from it."""
-    shares = " ".join(f"{a:.{digits}f}" for a in accuracy)
-    return f"accuracy {shares}, chain τ {chain_tau(accuracy):.2f}"
+    by_step = " ".join(f"{a:.{digits}f}" for a in accuracy)
+    return f"accuracy {by_step}, chain τ {chain_tau(accuracy):.2f}"
 
 
 def describe_validation(validation: dict) -> str:
@@ -93,9 +93,9 @@ def write_card(folder: Path, *, title: str, facts: list[str], command: str, log:
 
     facts: lines about the head, its data and its training. command: the training command.
     """
-    validated = [describe_validation(e) for e in log if "held_out" in e][-1:]
+    last_validation = [describe_validation(e) for e in log if "held_out" in e][-1:]
     write_text(folder / "README.md", "\n".join([
-        f"# {title}", "", *(f"- {fact}" for fact in (*facts, *validated)), "",
+        f"# {title}", "", *(f"- {fact}" for fact in (*facts, *last_validation)), "",
         "## Training", "", "```", command, "```", "",
         "## Use", "", "TARGET is the converted target.", "", "```",
         "python generate.py --checkpoint TARGET --draft THIS_FOLDER --prompt ...",

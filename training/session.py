@@ -45,7 +45,7 @@ from training.heads import HEAD_OPTIONS, TRAINED, HeadShape, head_args, new_head
 from training.processes import ProcessGroup
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer, check_same, read_state, state_errors
-from training.validate import ANSWER_TOKENS, acceptance_length
+from training.validate import MAX_ANSWER_TOKENS, acceptance_length
 
 MAX_DATA_FRACTION = 0.5  # of the time left when a run with --minutes starts, for data generation
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
@@ -65,7 +65,7 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
     def stop(*_) -> None:
         raise _Timeout
 
-    old = signal.signal(signal.SIGALRM, stop)
+    previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -73,30 +73,30 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
         raise InputError(message) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        signal.signal(signal.SIGALRM, previous)
 
 
 class Session:
-    """A run with the options `o` of `train.py`. Times are in `time.monotonic`.
+    """A run with the options `args` of `train.py`. Times are in `time.monotonic`.
 
     - command: the command line, for the model card
     - started: when the command started
     - start_time: `started` minus the seconds used by earlier runs; --minutes counts from it
     - data_deadline: when data generation must end
-    - after_data: seconds of --minutes after that
+    - seconds_after_data: rest of --minutes after the deadline
     - rows, held_out: training and validation set (see `training.data`), set by `collect`
     - draft_ids: draft vocabulary, set by `collect`
     """
 
-    def __init__(self, o: argparse.Namespace, command: list[str], started: float):
+    def __init__(self, args: argparse.Namespace, command: list[str], started: float):
         """Check the options and their files without loading a model. Raises InputError."""
-        self.o, self.command = o, command
-        self.out, self.work = Path(o.out), Path(o.out.rstrip("/") + "-work")
+        self.args, self.command = args, command
+        self.out, self.work = Path(args.out), Path(args.out.rstrip("/") + "-work")
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
-            raise InputError(f"--out {o.out}: holds files that are not of a run with state in {self.work};"
-                             " choose another folder or delete them")
-        o.head = {name: getattr(o, name) for name in HEAD_OPTIONS}
-        self.plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
+            raise InputError(f"--out {args.out}: holds files, but {self.work} has no state of a run; choose"
+                             " another folder or delete them")
+        args.head = {name: getattr(args, name) for name in HEAD_OPTIONS}
+        self.plan = Plan(**{field.name: getattr(args, field.name) for field in fields(Plan)})
         state, earlier = read_state(self.work), 0.0
         self.resumed = state is not None
         if state:
@@ -109,24 +109,24 @@ class Session:
                 raise InputError(f"{path}: is {text[:40]!r}, not a number of seconds; delete it")
             earlier = max(earlier, float(text))
         self.start_time = started - earlier
-        left = 60 * o.minutes - earlier if o.minutes else math.inf
-        self.data_deadline = started + left * MAX_DATA_FRACTION
-        self.after_data = left * (1 - MAX_DATA_FRACTION)
-        prompts = read_chats(o.prompts, log_stderr) if o.prompts else []
-        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
-        self.prompts = [prompts[i] for i in order]  # so that any run uses prompts from all parts of the file
-        self.openings = read_openings(o.openings) if o.openings else ()
-        self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
-        if o.start:
-            resolve_source(o.start)
-        o.checkpoint = converted_folder(o.checkpoint, log_stderr)
-        o.start = o.start and converted_folder(o.start, log_stderr, o.checkpoint)
-        self.config = read_config(o.checkpoint, "target")
-        self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
-        if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
-            raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
-                             f" the target has {most}")
-        self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
+        remaining = 60 * args.minutes - earlier if args.minutes else math.inf
+        self.data_deadline = started + remaining * MAX_DATA_FRACTION
+        self.seconds_after_data = remaining * (1 - MAX_DATA_FRACTION)
+        prompts = read_chats(args.prompts, log_stderr) if args.prompts else []
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(args.seed)).tolist()
+        self.prompts = [prompts[i] for i in order]  # a run cut short uses prompts from all parts of the file
+        self.openings = read_openings(args.openings) if args.openings else ()
+        self.shards = [path for folder in args.shards for path in data.shards_in(Path(folder))]
+        if args.start:
+            resolve_source(args.start)
+        args.checkpoint = converted_folder(args.checkpoint, log_stderr)
+        args.start = args.start and converted_folder(args.start, log_stderr, args.checkpoint)
+        self.config = read_config(args.checkpoint, "target")
+        self.max_seq_len = args.max_prompt_tokens + args.max_new_tokens
+        if self.max_seq_len > (limit := self.config["max_seq_len"]) and (args.prompts or args.synthesize):
+            raise InputError(f"--max-prompt-tokens plus --max-new-tokens is {self.max_seq_len} tokens; the"
+                             f" target's maximum is {limit}")
+        self.shape = HeadShape(args.layers, args.states, args.drafts, args.markov_rank)
 
     def run(self, processes: ProcessGroup, device: str) -> None:
         """Load the target, generate data, train, write the head. Raises InputError and OSError."""
@@ -134,27 +134,28 @@ class Session:
         try:
             self._run()
         finally:
-            if self.o.minutes and processes.is_main and self.work.is_dir():
+            if self.args.minutes and processes.is_main and self.work.is_dir():
                 write_text(self.work / SECONDS, f"{time.monotonic() - self.start_time:.1f}\n")
 
     def _run(self) -> None:
-        o, processes, device = self.o, self.processes, self.device
-        log_stderr(f"loading {o.checkpoint}")
-        if count := o.synthesize + len(self.prompts):
+        args, processes, device = self.args, self.processes, self.device
+        log_stderr(f"loading {args.checkpoint}")
+        if count := args.synthesize + len(self.prompts):
             flops = measured_flops(device)
-            plan = self.config, count, o.max_new_tokens, o.epochs, flops
-            hours = phase_hours(*plan)
+            workload = self.config, count, args.max_new_tokens, args.epochs, flops
+            hours = phase_hours(*workload)
             self.training_seconds = 3600 * (hours["features"] + hours["training"])
-            if not o.minutes:
-                log_stderr(describe(*plan))
-            elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
-                raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-        late = f"--minutes {o.minutes:g}: too short to load the model and compile its kernels; raise it"
-        left = max(self.data_deadline - time.monotonic(), 1e-3)
-        with time_limit(left, late) if o.minutes else contextlib.nullcontext():
+            if not args.minutes:
+                log_stderr(describe(*workload))
+            elif args.minutes < (minimum := min_minutes(self.config, args.max_new_tokens, flops)):
+                raise InputError(f"--minutes {args.minutes:g}: this model needs at least {minimum} on this"
+                                 " machine")
+        too_short = f"--minutes {args.minutes:g}: too short to load the model and compile kernels; raise it"
+        seconds = max(self.data_deadline - time.monotonic(), 1e-3)
+        with time_limit(seconds, too_short) if args.minutes else contextlib.nullcontext():
             self.load()
         self.collect()
-        if o.collect_only:
+        if args.collect_only:
             return
         trainer = self.prepare()
         log = trainer.run()
@@ -163,14 +164,14 @@ class Session:
 
     def load(self) -> None:
         """Load the target and --start, and the kernels. Raises InputError and OSError on bad input."""
-        o, ranks, device = self.o, self.processes.target_ranks, self.device
-        self.target, _ = load_model(o.checkpoint, "cpu" if ranks else device)
+        args, ranks, device = self.args, self.processes.target_ranks, self.device
+        self.target, _ = load_model(args.checkpoint, "cpu" if ranks else device)
         if self.target.embed.dtype == torch.float16:
-            self.target, _ = load_model(o.checkpoint, "cpu" if ranks else device, torch.bfloat16)
+            self.target, _ = load_model(args.checkpoint, "cpu" if ranks else device, torch.bfloat16)
         vocab_size = self.target.args.vocab_size
-        self.start = load_head(o.start, self.target) if o.start else None
-        # Reject an impossible shape before anything slow.
-        head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
+        self.start = load_head(args.start, self.target) if args.start else None
+        # Reject an invalid shape before anything slow.
+        head_args(self.target.args, args.kind, args.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
         on_cpu = torch.device(device).type == "cpu"
         backend = choose_backend("cpu", log=log_stderr) if on_cpu else TORCH_BACKEND
@@ -179,7 +180,7 @@ class Session:
         self.identity, self.decoding = identity(self.target), self.target
         self.separate = ranks is not None or bool(self.config.get("quantization", {}).get("mode"))
         if ranks:
-            self.decoding, _ = load_model(o.checkpoint, device, self.target.embed.dtype, ranks)
+            self.decoding, _ = load_model(args.checkpoint, device, self.target.embed.dtype, ranks)
         if self.separate:
             self.target = without_layers(self.target).to(device)
         elif backend is not TORCH_BACKEND:
@@ -190,15 +191,15 @@ class Session:
 
     def collect(self) -> None:
         """Generate and read the data, split it, and choose the draft vocabulary."""
-        o, vocab_size = self.o, self.target.args.vocab_size
+        args, vocab_size = self.args, self.target.args.vocab_size
         self.held_out, self.rows = data.hold_out(self._rows())
         if not self.rows:
             raise InputError("fewer than two different prompts with usable answers: one is held out, none"
-                             f" is left to train on{'; raise --minutes' * bool(o.minutes)}")
-        if self.start and not o.draft_vocab:
+                             f" is left to train on; {'raise --minutes' if args.minutes else 'add data'}")
+        if self.start and not args.draft_vocab:
             self.draft_ids = self.start.draft_ids.cpu()
-        elif "draft_vocab" in TRAINED[o.kind].options:
-            size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
+        elif "draft_vocab" in TRAINED[args.kind].options:
+            size = args.draft_vocab or min(DRAFT_VOCAB, vocab_size)
             self.draft_ids = data.draft_vocabulary(self.rows, size, vocab_size)
         else:
             self.draft_ids = torch.arange(vocab_size)
@@ -210,47 +211,47 @@ class Session:
 
     def _rows(self) -> list[dict]:
         """Generate missing conversations and read all. Raises InputError if there are no usable answers."""
-        o, args = self.o, self.target.args
-        lines = data.read_shards(self.shards, args.vocab_size, self.identity)
-        if self.prompts or o.synthesize:
+        args, target = self.args, self.target.args
+        lines = data.read_shards(self.shards, target.vocab_size, self.identity)
+        if self.prompts or args.synthesize:
             collector = self._collector()
             collector.from_prompts(self.prompts)
-            collector.synthesize(o.synthesize, self.openings)
-            asked = len(collector.planned)
-            rest = min(self.training_seconds, self.after_data)
-            collector.write(0.0 if self.resumed else self.data_deadline, rest)
-            if self.resumed and (written := len(collector.planned)) < asked:
-                if not written:
+            collector.synthesize(args.synthesize, self.openings)
+            num_planned = len(collector.planned)
+            training_seconds = min(self.training_seconds, self.seconds_after_data)
+            collector.write(0.0 if self.resumed else self.data_deadline, training_seconds)
+            if self.resumed and (num_finished := len(collector.planned)) < num_planned:
+                if not num_finished:
                     raise InputError(f"{self.work / STATE} was made with other data or another target; use"
                                      " another --out, or delete it and the file seconds next to it")
-                log_stderr(f"resuming with {written:,} finished conversations of {asked:,}")
-            lines += collector.read(args.vocab_size)
-        rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
-        for reason, count in left_out.most_common(9):  # a template may give a different reason each time
+                log_stderr(f"resuming with {num_finished:,} finished conversations of {num_planned:,}")
+            lines += collector.read(target.vocab_size)
+        rows, skipped = data.training_rows(lines, min(args.max_len, target.max_seq_len))
+        for reason, count in skipped.most_common(9):  # a template may give a different reason each time
             log_stderr(f"skipped {counted(count, 'conversation')}: {reason}")
         if not rows:
-            late = f", or --minutes {o.minutes:g} ended before they were generated: raise it"
+            too_short = f", or --minutes {args.minutes:g} ended before they were generated: raise it"
             raise InputError(f"no usable answers: all have fewer than {data.MIN_ANSWER_TOKENS} tokens or are"
-                             f" beyond --max-len {o.max_len}{late if o.minutes else ''}")
+                             f" beyond --max-len {args.max_len}{too_short if args.minutes else ''}")
         return rows
 
     def _collector(self) -> Collector:
         """Return the collector that generates conversations with the target."""
-        o, stop_ids, target = self.o, self.config["stop_ids"], self.decoding
-        tokenizer = Tokenizer.load(o.checkpoint)
+        args, stop_ids, target = self.args, self.config["stop_ids"], self.decoding
+        tokenizer = Tokenizer.load(args.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
-            raise InputError(f"{o.checkpoint}: conversations need a tokenizer with a chat template")
-        batch = o.decode_batch
+            raise InputError(f"{args.checkpoint}: generating data needs a tokenizer with a chat template")
+        batch, max_seq_len = args.decode_batch, min(self.max_seq_len, target.args.max_seq_len)
         engine = Engine(
-            target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
-            compile=self.compiled, log=log_stderr,
-            # Every batch size would be compiled.
+            target, batch=batch, max_seq_len=max_seq_len, stop_ids=stop_ids, compile=self.compiled,
+            log=log_stderr,
+            # Capture graphs for this batch size only.
             batch_sizes=(batch,) if target.embed.device.type == "cuda" else None,
         )
         return Collector(
-            engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
-            target=self.identity, max_new_tokens=o.max_new_tokens,
-            temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
+            engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=args.seed,
+            target=self.identity, max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature, max_prompt_tokens=args.max_prompt_tokens, processes=self.processes,
         )
 
     # -- train -----------------------------------------------------------------------------------------------
@@ -258,20 +259,20 @@ class Session:
     def prepare(self) -> Trainer:
         """Return the trainer of a new head, with the state of an earlier run restored if there is one."""
         log_stderr("initializing the head; computing target features")
-        o, learning = self.o, training_copy(self.target)
-        longest = max(len(row["ids"]) for row in self.rows)
-        mask_id = data.rarest_id(self.rows + self.held_out, learning.args.vocab_size)
-        shape = replace(self.shape, mask_id=mask_id, longest=longest)
-        head = new_head(learning, o.kind, self.draft_ids, shape, o.seed, self.start)
+        args, target = self.args, training_copy(self.target)
+        max_length = max(len(row["ids"]) for row in self.rows)
+        mask_id = data.rarest_id(self.rows + self.held_out, target.args.vocab_size)
+        shape = replace(self.shape, mask_id=mask_id, max_length=max_length)
+        head = new_head(target, args.kind, self.draft_ids, shape, args.seed, self.start)
         # On a CPU, matrix products dominate and compiling takes minutes.
-        compiled = torch.device(self.device).type != "cpu"
-        objective = TRAINED[o.kind].objective(
-            learning, head, o.steps, lk=LK_WEIGHT * (o.loss == "lk"), compiled=compiled, start=self.start
+        compiled, lk = torch.device(self.device).type != "cpu", LK_WEIGHT if args.loss == "lk" else 0.0
+        objective = TRAINED[args.kind].objective(
+            target, head, args.steps, lk=lk, compiled=compiled, start=self.start
         )
         features = Features(
-            self.decoding if self.separate else learning, objective.aux_layers,
+            self.decoding if self.separate else target, objective.aux_layers,
             cache_bytes=state_bytes() // self.processes.world_size, dtype=self.target.embed.dtype,
-            read_dtype=learning.embed.dtype, identity=self.identity if self.processes.target_ranks else "",
+            read_dtype=target.embed.dtype, identity=self.identity if self.processes.target_ranks else "",
         )
         trainer = Trainer(
             objective, features, self.rows, self.held_out, self.plan, self.work, processes=self.processes,
@@ -279,8 +280,8 @@ class Session:
         )
         if self.resumed:
             log_stderr(f"resumed at step {trainer.step} of {trainer.total}")
-        before = (time.monotonic() - self.start_time - trainer.seconds) * self.processes.is_main
-        before = torch.tensor(before, device=objective.device)
+        seconds = time.monotonic() - self.start_time - trainer.seconds if self.processes.is_main else 0.0
+        before = torch.tensor(seconds, device=objective.device)
         self.processes.all_reduce([before])  # rank 0's value on all ranks, so that they stop at the same step
         trainer.before = float(before)
         return trainer
@@ -288,8 +289,8 @@ class Session:
     def _tau(self) -> Callable[[float, Head], float | None] | None:
         """Return `acceptance_length` bound to the held-out prompts that fit, None if none does."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
-        prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
-        prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]
+        prompts = [list(ids) for ids in prompts][: self.args.validate_prompts]
+        prompts = [ids for ids in prompts if len(ids) + MAX_ANSWER_TOKENS <= self.target.args.max_seq_len]
         stop_ids = self.config["stop_ids"]
         return partial(acceptance_length, self.decoding, prompts, stop_ids) if prompts else None
 
@@ -297,7 +298,7 @@ class Session:
 
     def write(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
         """Write the head in bfloat16 and its model card to OUT, a converted folder."""
-        o, kind, plan = self.o, TRAINED[self.o.kind], []
+        args, kind, plan = self.args, TRAINED[self.args.kind], []
         for name, tensor in own_state(head).items():
             dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
             entry = Entry(tensor.shape, tensor.dtype, tensor.cpu)
@@ -311,13 +312,13 @@ class Session:
         ]
         tau = next((entry["tau"] for entry in reversed(log) if "tau" in entry), 0)
         if tau < LOW_TAU:
-            found = f"is {tau:.2f}" if tau else "was not measured"
-            log_stderr(f"warning: acceptance length {found}; below {LOW_TAU} drafting rarely reduces latency."
-                       " Train longer, on more data")
+            measured = f"is {tau:.2f}" if tau else "was not measured"
+            log_stderr(f"warning: acceptance length {measured}; below {LOW_TAU} drafting rarely reduces"
+                       " latency. Train longer, on more data")
         with staging(self.out, kept=lambda old: old.name not in OUTPUT_FILES) as folder:
-            fill(folder, {"format": FORMAT, "kind": o.kind} | asdict(head.args), plan, quiet=True)
-            name = self.config.get("name", Path(o.checkpoint).name)
+            fill(folder, {"format": FORMAT, "kind": args.kind} | asdict(head.args), plan, quiet=True)
+            name = self.config.get("name", Path(args.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
                        command=shlex.join(["python", "train.py", *self.command]))
-        where = f"--checkpoint {shlex.quote(o.checkpoint)} --draft {shlex.quote(o.out)}"
-        print(f"wrote {o.out}; next:\n{program('generate')} {where} --compare --prompt \"Hello!\"")
+        folders = f"--checkpoint {shlex.quote(args.checkpoint)} --draft {shlex.quote(args.out)}"
+        print(f"wrote {args.out}; next:\n{program('generate')} {folders} --compare --prompt \"Hello!\"")

@@ -25,12 +25,12 @@ from training.report import TrainingLog
 
 STATE = "state.pt"  # in the work folder
 SCALE_ROWS = 16  # rows that the scale of the features is estimated on
-TIMED_SCALE = 4, 64  # the same with --minutes: rows, and tokens of each
+TIMED_SCALE_ROWS, TIMED_SCALE_TOKENS = 4, 64  # with --minutes: rows, and tokens of each
 WARMUP_FRACTION = 0.03  # fraction of steps with linear learning-rate warmup
 MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
 MICRO_BATCH_TOKENS = 8192  # padded tokens per forward pass (gradient accumulation)
-TIMED_BATCH_TOKENS = 256  # micro-batch of the first step with --minutes: time is checked between them
+TIMED_BATCH_TOKENS = 256  # of the first step's micro-batches with --minutes: time is checked between them
 SAVE_INTERVAL_SECONDS = 300
 VALIDATION_FRACTION = 0.1  # fraction of --minutes reserved for the last validation
 
@@ -47,17 +47,17 @@ class Plan:
     head: dict = field(default_factory=dict)  # options of the head and its loss, as given
 
     def options(self) -> dict:
-        """Return the options of the command line that a resumed run must repeat, and `minutes`."""
+        """Return the options that a resumed run must repeat, and `minutes`."""
         options = asdict(self)
         return options | {f"--{name.replace('_', '-')}": value for name, value in options.pop("head").items()}
 
-    def rate(self, step: float, total: int) -> float:
+    def learning_rate(self, step: float, total: int) -> float:
         """Return the learning rate of a step: linear warmup, then cosine decay to a tenth."""
-        warm = max(1, round(total * WARMUP_FRACTION))
-        if step < warm:
-            return self.lr * min(step + 1, warm) / warm
-        done = min(1.0, (step - warm) / max(1, total - warm))
-        return self.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        warmup = max(1, round(total * WARMUP_FRACTION))
+        if step < warmup:
+            return self.lr * min(step + 1, warmup) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        return self.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def save_state(folder: Path, state: dict) -> None:
@@ -69,7 +69,7 @@ def save_state(folder: Path, state: dict) -> None:
 
 
 def state_errors(folder: Path):
-    """Context manager: turn errors of reading FOLDER/state.pt into InputError."""
+    """Return a context that turns errors of reading FOLDER/state.pt into InputError."""
     return library_errors(f"{folder / STATE}: cannot be read; if it is damaged, delete it to start over")
 
 
@@ -110,11 +110,12 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=plan.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused
         )
-        generator = torch.Generator().manual_seed(plan.seed)
-        self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
+        rng = torch.Generator().manual_seed(plan.seed)
+        self.batches = [batches(rows, plan.batch_tokens, rng) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.epoch_step = 0  # epoch_step: steps done in this epoch
-        self.seconds, self.before = 0.0, 0.0  # seconds of training; other seconds that count toward --minutes
+        self.seconds = 0.0  # of training
+        self.before = 0.0  # seconds before training, and of earlier runs, that count toward --minutes
         self.longest_step = 0.0  # seconds
         self.updating = False  # inside the optimizer step: the state is inconsistent, do not save it
         self.log: TrainingLog | None = None  # on rank 0, during `run`
@@ -125,7 +126,8 @@ class Trainer:
     def _learn_scale(self) -> None:
         """Estimate the feature scale on a few rows, chosen by hash: independent of the order of the rows."""
         sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())
-        count, length = TIMED_SCALE if self.plan.minutes else (SCALE_ROWS, None)
+        timed = self.plan.minutes > 0
+        count, length = (TIMED_SCALE_ROWS, TIMED_SCALE_TOKENS) if timed else (SCALE_ROWS, None)
         sample = [{"ids": row["ids"][:length]} for row in sample[:count]]
         states = self.features.read(progress_bar(sample, desc="target features", unit="row"))
         lengths = torch.tensor([len(row["ids"]) for row in sample])
@@ -136,9 +138,9 @@ class Trainer:
 
     def micro_batches(self, indices: list[int]) -> list[list[int]]:
         """Split this rank's shard of a batch (row indices) into micro-batches."""
-        mine, untimed = self.processes.shard(indices), self.plan.minutes and not self.longest_step
-        size = TIMED_BATCH_TOKENS if untimed else MICRO_BATCH_TOKENS
-        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], size)]
+        shard, first_timed = self.processes.shard(indices), self.plan.minutes and not self.longest_step
+        size = TIMED_BATCH_TOKENS if first_timed else MICRO_BATCH_TOKENS
+        return [[shard[i] for i in part] for part in batches([self.rows[p] for p in shard], size)]
 
     def gradients(self, indices: list[int], steps: int) -> tuple[float, list[float]]:
         """Compute the gradients of one batch (rows at `indices`), all-reduced over the ranks.
@@ -147,25 +149,25 @@ class Trainer:
         micro-batch when time is up.
         """
         objective = self.objective
-        complete = objective.batch([self.rows[p] for p in indices], steps, self._seeds(indices))
+        whole = objective.batch([self.rows[p] for p in indices], steps, self._seeds(indices))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
-        micros = self.micro_batches(indices)
+        parts = self.micro_batches(indices)
         self.features.share(self.rows[p] for p in indices)
-        for done, micro in enumerate(micros, 1):
-            rows, seeds = [self.rows[p] for p in micro], self._seeds(micro)
-            batch = complete if micro == indices else objective.batch(rows, steps, seeds)
-            micro_loss, micro_hits = objective.loss(batch, self.features.read(rows), complete.scored, seeds)
-            micro_loss.backward()
-            loss, hits = loss + micro_loss.detach(), hits + micro_hits
+        for count, part in enumerate(parts, 1):
+            rows, seeds = [self.rows[p] for p in part], self._seeds(part)
+            batch = whole if part == indices else objective.batch(rows, steps, seeds)
+            part_loss, part_hits = objective.loss(batch, self.features.read(rows), whole.scored, seeds)
+            part_loss.backward()
+            loss, hits = loss + part_loss.detach(), hits + part_hits
             if self.log:
-                self.log.advance(sum(len(row["ids"]) for row in rows), self._progress() + done / len(micros))
-            if done < len(micros) and self._left(1 - VALIDATION_FRACTION) < 0:
+                self.log.advance(sum(len(row["ids"]) for row in rows), self._progress() + count / len(parts))
+            if count < len(parts) and self._seconds_left(1 - VALIDATION_FRACTION) < 0:
                 break
         for p in self.parameters.values():
             if p.grad is None:  # a rank without rows in this batch
                 p.grad = torch.zeros_like(p)
         self.processes.all_reduce([loss, hits, *(p.grad for p in self.parameters.values())])
-        return float(loss), (hits.cpu() / torch.tensor(complete.valid).clamp(min=1)).tolist()
+        return float(loss), (hits.cpu() / torch.tensor(whole.valid).clamp(min=1)).tolist()
 
     def _seeds(self, indices: list[int]) -> list[int]:
         """Return one seed per row, for its noise and sampled chains in this epoch."""
@@ -173,7 +175,7 @@ class Trainer:
 
     def update(self) -> float:
         """Run the optimizer step. Returns the learning rate."""
-        lr = self.plan.rate(self._progress(), self.total)
+        lr = self.plan.learning_rate(self._progress(), self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -185,10 +187,10 @@ class Trainer:
 
         Training ends at `total`: all steps are done, or the time left is shorter than the longest step.
         """
-        left = 60 * self.plan.minutes * (1 - VALIDATION_FRACTION) - self.before - self.longest_step
-        return max(self.step, self.total * self.seconds / max(left, 1.0)) if self.plan.minutes else self.step
+        limit = 60 * self.plan.minutes * (1 - VALIDATION_FRACTION) - self.before - self.longest_step
+        return max(self.step, self.total * self.seconds / max(limit, 1.0)) if self.plan.minutes else self.step
 
-    def _left(self, fraction: float = 1.0) -> float:
+    def _seconds_left(self, fraction: float = 1.0) -> float:
         """Return the seconds until this fraction of --minutes is used up; inf without --minutes."""
         if not self.plan.minutes:
             return math.inf
@@ -202,8 +204,8 @@ class Trainer:
         Raises InputError if the loss is not finite.
         """
         self.log = TrainingLog(self.work, self.step, self.total) if self.processes.is_main else None
-        self.saved, self.clock = time.time(), time.monotonic()
-        if not self.step and self._left() < 0:
+        self.save_time, self.clock = time.time(), time.monotonic()
+        if not self.step and self._seconds_left() < 0:
             raise InputError(f"--minutes {self.plan.minutes:g}: used up before the first step; raise it"
                              " (the generated data is kept)")
         if self.log and self.step < self.total <= self._progress():
@@ -233,11 +235,11 @@ class Trainer:
         """Run the rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.objective.steps
         while self.epoch_step < len(epoch) and self._progress() < self.total:
-            indices, began = epoch[self.epoch_step], time.monotonic()
+            indices, start_time = epoch[self.epoch_step], time.monotonic()
             loss, accuracy = self.gradients(indices, steps)
             now = time.monotonic()
-            # Use the clock of rank 0, so that all ranks stop at the same step.
-            times = torch.tensor([now - self.clock, now - began], device=self.objective.device)
+            # Sum rank 0's times and zeros: with one clock, all ranks stop at the same step.
+            times = torch.tensor([now - self.clock, now - start_time], device=self.objective.device)
             self.processes.all_reduce([times.mul_(self.processes.is_main)])
             self.seconds, self.clock = self.seconds + float(times[0]), now
             self.longest_step = max(self.longest_step, float(times[1]))
@@ -253,7 +255,7 @@ class Trainer:
                 accuracy = [round(a, 4) for a in accuracy]
                 entry = {"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr}
                 self.log.add_step(entry)
-            if time.time() - self.saved > SAVE_INTERVAL_SECONDS and self.epoch_step < len(epoch):
+            if time.time() - self.save_time > SAVE_INTERVAL_SECONDS and self.epoch_step < len(epoch):
                 self.save()
 
     # -- validation ------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class Trainer:
             self.log.bar.set_description_str("validating")
         if self.log or self.processes.target_ranks:
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
-            seconds = min(self._left(), 60 * self.plan.minutes * VALIDATION_FRACTION / 2 or math.inf)
+            seconds = min(self._seconds_left(), 60 * self.plan.minutes * VALIDATION_FRACTION / 2 or math.inf)
             if self.tau and seconds > 0 and (tau := self.tau(seconds, self.objective.trained())):
                 entry["tau"] = tau
         if self.log:
@@ -282,7 +284,7 @@ class Trainer:
             batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
             _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
             hits, valid = hits + batch_hits.cpu(), valid + torch.tensor(batch.valid)
-            if self._left() < 0:
+            if self._seconds_left() < 0:
                 break
         return (hits / valid.clamp(min=1)).tolist()
 
@@ -308,7 +310,7 @@ class Trainer:
                 "before": self.before, "longest_step": self.longest_step,
                 "options": self.fingerprint,
             })
-        self.saved = time.time()
+        self.save_time = time.time()
 
     def _resume(self) -> bool:
         """Restore the saved state, False if there is none. Raises InputError if it is damaged or differs."""

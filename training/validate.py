@@ -13,12 +13,12 @@ from model import Transformer
 from networks.weights import copy_head
 from tree import PAPER_TREE, TreeShape
 
-ANSWER_TOKENS = 64
+MAX_ANSWER_TOKENS = 64
 MAX_BATCH = 16
 
 
 def make_drafter(head: Head, shape: TreeShape) -> Drafter:
-    """Return a drafter for a head. The tree is `shape`, cut to the head's vocabulary and draft steps."""
+    """Return a drafter for a head. The tree is `shape`, limited to the head's vocabulary and draft steps."""
     drafter = block_drafter(head) or HeadDrafter
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
     if head.args.drafts:
@@ -31,17 +31,17 @@ def acceptance_length(
 ) -> float | None:
     """Return the mean tokens per step, without prefill, of greedy answers to prompts (lists of ids).
 
-    target: prepared for a backend. seconds: at most. None if there was no step.
+    target: prepared for a backend. seconds: time limit. Returns None if no step was run.
     """
     copy = copy_head(head, target, target.embed.dtype)
     target.backend.prepare(copy)
     engine = Engine(
         target, make_drafter(copy, PAPER_TREE), batch=min(MAX_BATCH, len(prompts)), stop_ids=stop_ids,
-        max_seq_len=max(map(len, prompts)) + ANSWER_TOKENS, compile=False,
+        max_seq_len=max(map(len, prompts)) + MAX_ANSWER_TOKENS, compile=False,
     )
     requests: list[Request] = []
     deadline = time.monotonic() + seconds
-    for _ in engine.run(prompts, [Sampling(ANSWER_TOKENS)] * len(prompts), requests):
+    for _ in engine.run(prompts, [Sampling(MAX_ANSWER_TOKENS)] * len(prompts), requests):
         if time.monotonic() > deadline:
             break
     lengths = [n for request in requests for n in request.accept_lengths]

@@ -221,7 +221,7 @@ def test_compiled_tree_of_fixed_size():
     tuner.start(request)
     tuner.run_trials(1, False, step)
     assert {*kinds} == {None, TreePlan(shape)}
-    assert "tree 32/3/4, sized by the cost model" in tuner.describe([1], False)
+    assert "tree 32/3/4, chosen by the cost model" in tuner.describe([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
             step(emitted)

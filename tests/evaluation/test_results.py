@@ -73,7 +73,7 @@ def test_ties_and_errors(golden):
     judge.tolerance = 100.0
     other = [*ids[:3], (ids[3] + 1) % 256, *ids[4:]]
     assert judged(judge, other).tie and not judged(judge, ids[:3]).tie
-    exact = Judge(str(golden), torch.bfloat16, "cpu", exact=True)
+    exact = Judge(str(golden), torch.bfloat16, "cpu", batch_invariant=True)
     assert exact.tolerance == 0 and not judged(exact, other).tie  # on our kernels nothing is excused
     found = [Judge(str(golden), torch.float32, "cpu", kv=kv).tolerance for kv in ("auto", "int8", "fp8")]
     assert found == [TOLERANCE[torch.float32]] * 2 + [QUANTIZED_TOLERANCE["fp8"]]  # int8: on our kernels only
