@@ -4,9 +4,9 @@ Drafting costs time in which plain decoding would produce tokens. `schedulers.co
 seconds of a step: it starts from timed trials and is updated after each step.
 `schedulers.acceptance.Acceptance` tracks the tokens that the steps of a request emit. A drafter with a
 network is switched on and off (`Tuner.next`). A drafter without a network, such as prompt lookup, is almost
-free: it drafts at every step, and `MarginalCosts` keep the nodes whose expected gain exceeds their cost, often
-none. With our CPU kernels the choice never changes the output. Compiled and captured steps draft one of a
-few trees (`Tuner.prunes` is False), or nothing.
+free: it drafts at every step, and `MarginalCosts` keep the nodes whose expected gain exceeds their cost,
+often none. With our CPU kernels the choice never changes the output. Compiled and captured steps draft one of
+a few trees (`Tuner.prunes` is False), or nothing.
 """
 from __future__ import annotations
 
