@@ -15,8 +15,8 @@ from tokens.tokenizer import PromptTooLong, TextStream, Tokenizer
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
 MAX_CHARACTERS_PER_TOKEN = 128  # upper bound on the mean over a prompt
-IS_EMPTY = "is empty: give a text, token ids or messages"
-PROMPT_FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
+IS_EMPTY = "is empty: pass text, token ids or messages"
+PROMPT_FORMS = 'text, token ids, or a list of messages such as {"role": "user", "content": "Hello!"}'
 # "stop": a stop id, which is the last of the ids, or a stop string. "length": max_new_tokens. "cache": the
 # cache is full. "error": see `Request.error`.
 Finish = Literal["stop", "length", "cache", "error"]
@@ -203,10 +203,10 @@ def encode(
             raise InvalidValue(key, value, f"a {kind.__name__}")
     if isinstance(prompt, list) and isinstance(prompt[0], int):
         if system is not None:
-            raise InputError("a system message (--system) needs a text or messages, not token ids")
+            raise InputError("a system message (--system) needs text or messages, not token ids")
         return prompt
     if tokenizer is None:
-        raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+        raise InputError("this checkpoint has no tokenizer: pass token ids (--prompt-ids)")
     no_template, messages = raw or not tokenizer.has_template, prompt
     if max_lengths and (size := len(str(prompt))) > MAX_CHARACTERS_PER_TOKEN * max_lengths[0]:
         raise too_long(name, f"has {size:,} characters", *max_lengths)

@@ -12,12 +12,12 @@ from common.errors import InputError  # noqa: E402 - from the path above
 
 pytest.register_assert_rewrite("helpers")  # show values in failed asserts there too
 InputError.in_command = True  # messages name flags
-torch.set_num_threads(1)  # tiny models: threads would only wait for each other
+torch.set_num_threads(1)  # for tiny models, synchronizing threads takes longer than computing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files that compile first, then other slow ones: workers take files in order, and short ones fill
-    the gaps at the end.
+    """Run files that compile first, then other slow ones: workers take files in order, so that short files
+    fill the gaps at the end.
     """
     weights, most_expensive = {"compile": 2, "kernels": 2, "expensive": 2, "slow": 1}, {}
     for item in items:

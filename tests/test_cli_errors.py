@@ -11,7 +11,7 @@ from helpers import edit
 from checkpoint.load import check_config
 from common.schema import InvalidValue
 
-ASKED = {  # of every command, and of two without a prompt: its options; TARGET and so on are made below
+OPTIONS = {  # valid options of every command ("generate:" and "train:": without prompts); files: `folder`
     "generate": ("--no-compile", "--checkpoint", "TARGET", "--prompt", "x"),
     "serve": ("--checkpoint", "TARGET", "--port", "0"),
     "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
@@ -21,17 +21,17 @@ ASKED = {  # of every command, and of two without a prompt: its options; TARGET 
     "checkpoint.export": ("--checkpoint", "TARGET", "--head", "HEAD", "--out", "OUT"),
     "generate:": ("--checkpoint", "TARGET"), "train:": ("--checkpoint", "TARGET", "--out", "OUT"),
 }
-# [commands, options, words of the message]
-MISTAKES = json.loads(Path(__file__).with_name("cli_errors.json").read_text())
+# [commands, invalid options, part of the message]
+ERRORS = json.loads(Path(__file__).with_name("cli_errors.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, golden):
-    """The working folder of the commands, with the files the table names: only GOLDEN has weights."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    asked = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
+def folder(tmp_path_factory, golden):
+    """The working folder of the commands, with the files in the table. Only GOLDEN has weights."""
+    folder = tmp_path_factory.mktemp("errors")
+    options = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
     for name, content in {
-        "PUBLISHED/config.json": "{}", "RUN/options.json": json.dumps(asked | {"kernels": True}),
+        "PUBLISHED/config.json": "{}", "RUN/options.json": json.dumps(options | {"kernels": True}),
         "WRITTEN/model.safetensors": "", "FOLDER/x/y": "", "FOLDERS/inside/x": "", "TEXT": "some words",
         "PROMPTS": '{"prompt": "what?"}\n', "DAMAGED-work/seconds": "soon",
     }.items():
@@ -44,25 +44,25 @@ def place(tmp_path_factory, golden):
     return folder
 
 
-@pytest.mark.parametrize("command", ASKED)
-def test_errors_are_one_line(command, place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+@pytest.mark.parametrize("command", OPTIONS)
+def test_errors_are_one_line(command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
     main = importlib.import_module(command.rstrip(":")).main
-    before, wrong = sorted(place.rglob("*")), []
-    for options, words in [(o, w) for commands, o, w in MISTAKES if command in commands.split()]:
+    files, wrong = sorted(folder.rglob("*")), []
+    for options, message in [(o, m) for commands, o, m in ERRORS if command in commands.split()]:
         try:
-            status = main([*ASKED[command], *options.split(" ")])
+            status = main([*OPTIONS[command], *options.split(" ")])
         except SystemExit as e:
             status = e.code
-        out, said = capsys.readouterr()
-        lines = said.splitlines()[-1:] if "-m " in options else said.splitlines()  # loading prints lines
-        if out or len(lines) != 1 or words not in lines[0] or status not in (1, 2):
-            wrong.append(f"{command} {options}: status {status}, expected {words!r}, printed {out + said!r}")
+        out, err = capsys.readouterr()
+        lines = err.splitlines()[-1:] if "-m " in options else err.splitlines()  # loading prints lines
+        if out or len(lines) != 1 or message not in lines[0] or status not in (1, 2):
+            wrong.append(f"{command} {options}: status {status}, expected {message!r}, printed {out + err!r}")
     assert not wrong, "\n".join(wrong)
-    assert sorted(place.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == files
 
 
-# -- shapes of models that cannot be: each number that contradicts another is named --------------------------
+# -- invalid model shapes: the error names the field and the constraint --------------------------------------
 
 
 CONFIG = {
@@ -72,7 +72,7 @@ CONFIG = {
 HEAD = CONFIG | {"kind": "eagle3", "draft_vocab_size": 24, "target_hidden_size": 32, "aux_layers": [1]}
 
 
-@pytest.mark.parametrize("config, change, words", [
+@pytest.mark.parametrize("config, change, message", [
     (CONFIG, {"vocab_size": None}, "vocab_size is None; expected a valid integer"),
     (CONFIG, {"num_layers": 10_001}, "num_layers is 10001; expected less than or equal to 10000"),
     (CONFIG, {"num_heads": 3}, "num_kv_heads is 2; expected a divisor of num_heads, 3"),
@@ -87,7 +87,7 @@ HEAD = CONFIG | {"kind": "eagle3", "draft_vocab_size": 24, "target_hidden_size":
     (HEAD, {"aux_layers": [2, 1]}, "aux_layers is (2, 1); expected ascending layers"),
     (HEAD | {"kind": "dflash"}, {"mask_id": 96}, "mask_id is 96; expected an id below vocab_size"),
 ], ids=str)
-def test_impossible_configs(config, change, words):
-    with pytest.raises(InvalidValue, match=re.escape(words)):
+def test_invalid_configs_raise_errors(config, change, message):
+    with pytest.raises(InvalidValue, match=re.escape(message)):
         check_config(config | change)
     assert check_config(config | {"mask_id": 95, "block_size": 4}).num_layers == 2

@@ -10,7 +10,7 @@ from dataclasses import astuple
 from helpers import GOLDEN, ROOT
 from helpers.decoding import Trace
 
-# Files that an EAGLE request in PyTorch imports, and engine/graphs.py. Numbers may only fall.
+# Files that an EAGLE request in PyTorch imports, and engine/graphs.py. The limits below may only decrease.
 CORE = (
     "checkpoint/__init__.py", "checkpoint/load.py", "common/__init__.py",
     "common/cli.py", "common/errors.py", "common/machine.py", "common/schema.py",
@@ -26,16 +26,16 @@ import json, sys
 from llm import LLM
 from engine.sampling import Sampling
 
-found = []
+traces = []
 for checkpoint, method, tree, prompt, count in json.loads(sys.argv[1]):
     llm = LLM(checkpoint, method, tree=tree, batch_size=1, device="cpu", compile=False, dtype="fp32")
-    known, steps = list(prompt), []
+    tokens, steps = list(prompt), []
     for event in llm.engine.run([prompt], [Sampling(count)], [], watch=True):
         if event.draft:
-            steps.append([list(known), event.draft.tokens, event.draft.parent])
-        known += event.ids
-    found.append(steps)
-print(json.dumps(found))
+            steps.append([list(tokens), event.draft.tokens, event.draft.parent])
+        tokens += event.ids
+    traces.append(steps)
+print(json.dumps(traces))
 """
 
 
@@ -43,8 +43,8 @@ def syntax_nodes(path) -> int:
     """Count the nodes of a file's syntax tree, without docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node, clean=False) is not None:
+        documentable = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documentable and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return sum(1 for _ in ast.walk(tree)) - 1  # an empty file has one
 
@@ -52,15 +52,15 @@ def syntax_nodes(path) -> int:
 def run_alone(folder, *command) -> str:
     """Run Python in a folder without the checkout on its path; return its stdout."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
-    assert not done.returncode, done.stderr[-2000:]
-    return done.stdout
+    assert not result.returncode, result.stderr[-2000:]
+    return result.stdout
 
 
 def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
-    """All tree nodes are equal; the command prints text."""
+    """Every step has the reference's tree, node for node; the command prints text."""
     for name in CORE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -71,8 +71,8 @@ def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
          ",".join(map(str, astuple(trace.shape))), trace.prompt, trace.tokens]
         for path, trace in traces.items()
     ]
-    found = json.loads(run_alone(tmp_path, "-c", REPLAY, json.dumps(jobs)))
-    for trace, steps in zip(traces.values(), found):
+    replayed = json.loads(run_alone(tmp_path, "-c", REPLAY, json.dumps(jobs)))
+    for trace, steps in zip(traces.values(), replayed):
         trace.check(steps)
     command = "generate.py", "--checkpoint", golden, "--speculate", "eagle3", "--device", "cpu"
     flags = "--no-compile", "--dtype", "fp32", "--prompt", "Hello", "--max-new-tokens", "8"

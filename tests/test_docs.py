@@ -19,12 +19,12 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_what_a_page_names_exists(page):
+def test_links_files_functions_and_flags_of_a_page_exist(page):
     path, text = ROOT / page, (ROOT / page).read_text()
     for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
-        file, _, place = link.partition("#")
-        there = path.parent / file if file else path
-        assert there.exists() and (not place or place in anchors(there.read_text())), link
+        file, _, anchor = link.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists() and (not anchor or anchor in anchors(linked.read_text())), link
     shown = re.sub(r"in git\s+history:\s+`[^`]*`", "", text)
     for file in re.findall(r"`((?:\w+/)+\w+\.(?:py|h|cpp|sh))\b", shown):
         assert (ROOT / file).exists(), file
@@ -38,7 +38,7 @@ def test_what_a_page_names_exists(page):
             assert flag in known, f"{name}.py {flag}"
 
 
-def test_the_lines_of_the_diffs_are_in_the_files():
+def test_lines_of_the_diffs_in_contributing_are_in_the_files():
     diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     files = re.findall(r"^\+\+\+ b/(.*)\n((?:\+[^+].*\n)+)", "".join(diffs), re.MULTILINE)
     assert len(files) >= 10

@@ -40,7 +40,7 @@ def package_of(file: str) -> str:
 
 def imports_of(file: str, files: set[str]) -> set[str]:
     """Return the first-party files that a file imports."""
-    names, found, tree = [], set(), ast.parse((ROOT / file).read_text())
+    names, imported, tree = [], set(), ast.parse((ROOT / file).read_text())
     tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -49,30 +49,30 @@ def imports_of(file: str, files: set[str]) -> set[str]:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
             assert not node.level, f"{file}: relative import"
         elif isinstance(node, ast.Call) and re.search(r"import_module$", ast.unparse(node.func)):
-            names += [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
-    for name in names:  # a module, or a name in one
+            names += [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    for name in names:  # a module, or a name in a module
         modules = [name.replace(".", "/"), name.rpartition(".")[0].replace(".", "/")]
-        ends = [f"{folder}{module}{end}" for module in modules for folder in FOLDERS
-                for end in (".py", "/__init__.py")]
-        found.update([path for path in ends if path in files][:1])
-    return found - {file}
+        candidates = [f"{folder}{module}{suffix}" for module in modules for folder in FOLDERS
+                      for suffix in (".py", "/__init__.py")]
+        imported.update([path for path in candidates if path in files][:1])
+    return imported - {file}
 
 
 def test_import_layers():
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    files = {file for file in listed if (ROOT / file).is_file()} or {  # an archive, no checkout
+    files = {file for file in listed if (ROOT / file).is_file()} or {  # in an archive without git
         str(path.relative_to(ROOT)) for pattern in ("*.py", *(f"{package}/**/*.py" for package in LAYER_OF))
         for path in ROOT.glob(pattern)
     }
     imports = {file: imports_of(file, files) for file in files}
     assert len(imports) > 100 and sum(map(len, imports.values())) > 300
     errors = [f"{file}: unknown package" for file in files if package_of(file) not in LAYER_OF]
-    for file, other in ((one, other) for one in imports for other in imports[one]):
-        here, there = package_of(file), package_of(other)
-        if here == there == "tests":
+    for file, other in ((file, other) for file in imports for other in imports[file]):
+        package, imported = package_of(file), package_of(other)
+        if package == imported == "tests":
             errors.append(f"{file} -> {other}: move shared code to tests/helpers")
-        elif here != there and LAYER_OF.get(there, -1) >= LAYER_OF.get(here, len(LAYERS)):
-            errors.append(f"{file} -> {other}: {there} is not below {here}")
+        elif package != imported and LAYER_OF.get(imported, -1) >= LAYER_OF.get(package, len(LAYERS)):
+            errors.append(f"{file} -> {other}: {imported} is not below {package}")
     assert not errors, "\n".join(errors)
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError

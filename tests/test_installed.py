@@ -11,17 +11,19 @@ from common.cli import VERSION
 
 
 @pytest.mark.slow
-def test_the_installed_command(golden, tmp_path):
-    left = ".*", "tests", "benchmarks", "docs", "checkpoints", "runs", "build", "*.egg-info", "__pycache__"
-    source = shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(*left))
+def test_installed_command_runs_in_any_folder(golden, tmp_path):
+    """The package has all files of the commands, and its modules do not pollute the top-level namespace."""
+    ignored = (".*", "tests", "benchmarks", "docs", "checkpoints", "runs", "build", "*.egg-info",
+               "__pycache__")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(*ignored))
     files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     site = tmp_path / "site"
     env = os.environ | {"PYTHONPATH": str(site)}
 
     def run(*command: object) -> str:
-        done = subprocess.run([*map(str, command)], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert not done.returncode, done.stderr
-        return done.stdout
+        result = subprocess.run([*map(str, command)], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert not result.returncode, result.stderr
+        return result.stdout
 
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index",
         "--disable-pip-version-check", "--target", site, source)
@@ -34,8 +36,8 @@ def test_the_installed_command(golden, tmp_path):
     assert "heads/openings.txt" not in missing
     eagle = site / "bin" / "eagle"
     assert "usage: eagle COMMAND" in run(eagle, "--help") and "eagle generate" in run(eagle, "generate", "-h")
-    ids = run(eagle, "generate", "-m", golden, "--no-compile", "--prompt-ids", "1,2,3", "-n", "4", "--json")
-    assert '"tokens": 4' in ids
+    out = run(eagle, "generate", "-m", golden, "--no-compile", "--prompt-ids", "1,2,3", "-n", "4", "--json")
+    assert '"tokens": 4' in out
     names = "import importlib.util as u; print([u.find_spec(x) for x in ('model', 'tree', 'common')])"
     assert run(sys.executable, "-c", names) == "[None, None, None]\n"
     api = "from eagle_decoder.eagle import LLM; print(LLM.__name__)"

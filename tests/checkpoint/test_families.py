@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers.decoding import alone, check_texts, decode, ids, requests
+from helpers.decoding import alone, check_outputs, decode, ids, requests
 from helpers.families import (
     GLM_MTP,
     HYBRIDS,
@@ -310,7 +310,7 @@ def test_quantized_text(tmp_path, name, mode, most):
         engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
         assert type(engine.runner.caches.groups[0]) is caches
         plain = alone((target, None), made, max_seq_len=240)
-        check_texts(decode(engine, made, random.Random(1)), plain, made)
+        check_outputs(decode(engine, made, random.Random(1)), plain, made)
 
 
 def test_unsupported_features(folder):

@@ -3,7 +3,7 @@ import random
 
 import pytest
 import torch
-from helpers.decoding import alone, check_texts, decode, requests
+from helpers.decoding import alone, check_outputs, decode, requests
 from helpers.families import BASES, SIZES, V, make_target
 
 from checkpoint.convert import convert
@@ -103,7 +103,7 @@ def test_lossless(tmp_path, name, ordered, mode):
         drafter = AssistantDrafter(head, TreeShape(8, 2, 3))
         drafter = Mixed(NGram(), drafter) if joined else drafter
         engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
-        check_texts(decode(engine, asked, random.Random(1)), plain, asked)
+        check_outputs(decode(engine, asked, random.Random(1)), plain, asked)
 
 
 def test_another_target(tmp_path):

@@ -80,7 +80,7 @@ def test_draft_model_next_to_the_target(folder, golden, tmp_path):
     said: list[str] = []
     found = DraftOptions("auto").resolve(folder, said.append)
     assert (found.method, found.draft) == ("lookup+draft-model", tmp_path / "smaller") and len(said) == 1
-    assert load(folder, "auto", compile=False, say=said.append).engine.drafter.network is None
+    assert load(folder, "auto", compile=False, log=said.append).engine.drafter.network is None
     assert any(str(tmp_path / "smaller") in line and "falling back to prompt" in line for line in said), said
 
 
@@ -90,7 +90,7 @@ def test_damaged_head_is_skipped(folder, file):
     shutil.rmtree(folder / "eagle")
     (folder / "eagle3" / file).write_bytes(b"{}")
     said: list[str] = []
-    llm = load(folder, "auto", compile=False, say=said.append)
+    llm = load(folder, "auto", compile=False, log=said.append)
     assert llm.engine.drafter.network is None and any(str(folder / "eagle3") in line for line in said)
     with pytest.raises(InputError, match="eagle3"):
         load(folder, "eagle3", compile=False)

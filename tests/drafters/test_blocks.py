@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.blocks import LABELS, Reference, published
-from helpers.decoding import drafts, watched
+from helpers.decoding import draft_steps, drafts
 from helpers.heads import layer_shapes, plain_layer, rms, write_head
 from helpers.states import paths
 from torch import Tensor
@@ -51,7 +51,7 @@ def test_trees_equal_the_reference(golden, models, tmp_path, label, changes, dra
     reference, nodes, levels = Reference(tensors, config, target), 12, head.args.drafts
     drafter = block_drafter(head)(head, TreeShape(nodes, levels - 1, nodes - 1))
     engine = Engine(target, drafter, max_seq_len=200, chunks=(8,), compile=False)
-    steps, noise, deep = watched(engine, PROMPT, Sampling(16, temperature, seed=7)), None, 0
+    steps, noise, deep = draft_steps(engine, PROMPT, Sampling(16, temperature, seed=7)), None, 0
     for text, drawn in steps:
         if temperature:
             places = torch.arange(len(text), len(text) + levels)[None]
@@ -195,7 +195,7 @@ def test_medusa_trees_equal_the_reference(golden, models, tmp_path, label):
     head = load_head(convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, kind)
     drafter = MultiToken(head, MEDUSA_TREE)
     engine = Engine(target, drafter, max_seq_len=200, chunks=(8,), compile=False)
-    steps = watched(engine, [256, *range(97, 120)], Sampling(24))
+    steps = draft_steps(engine, [256, *range(97, 120)], Sampling(24))
     for text, draft in steps:
         assert draft.tokens == medusa_tokens(tensors, label, target, text, head.args.rope_base)
     assert len(steps) > 5

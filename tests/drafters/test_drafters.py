@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import edit, refused
-from helpers.decoding import drafts, ids, load, plain, prompts, watched
+from helpers.decoding import draft_steps, drafts, ids, load, plain, prompts
 from helpers.drafters import make_drafter, small_models
 from helpers.families import H, converted, make_target
 from helpers.states import paths, random_tree
@@ -62,7 +62,7 @@ def test_a_parallel_draft_model(models, golden, tmp_path, llm):
     """Its drafts are the model's top tokens at mask positions; its config names the mask token."""
     target, _ = models
     engine = Engine(target, Pard(target, CHAIN, mask_id=7), chunks=(8,), max_seq_len=250, compile=False)
-    steps = watched(engine, [256, *range(97, 120)], Sampling(20))
+    steps = draft_steps(engine, [256, *range(97, 120)], Sampling(20))
     for text, drawn in steps:
         x, _ = causal(target, torch.tensor([text + [7] * 3]))
         assert drawn.tokens[1:] == target.logits(x[0, -4:]).argmax(-1).tolist()
@@ -86,7 +86,7 @@ def test_a_parallel_draft_model_with_features(tmp_path, kernels):
     options, size = DraftOptions("draft-model", tmp_path / "out", tree=CHAIN), {"max_seq_len": 200}
     part, prompt = target.engine(options, **size).drafter.resizable_part, [*range(1, 40)]
     engine = Engine(target.model, part, chunks=(8,), compile=False, **size)
-    steps = watched(engine, prompt, Sampling(30))
+    steps = draft_steps(engine, prompt, Sampling(30))
     plain, joined = (ids(target.engine(one, **size), [prompt], Sampling(30))[0] for one in (
         DraftOptions(), DraftOptions("lookup+draft-model", tmp_path / "out")))
     assert type(part) is Pard2Drafter and len(steps) > 5 and joined == plain

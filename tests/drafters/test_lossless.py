@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
+from helpers.decoding import OPTIONS, alone, check_outputs, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
 from helpers.families import converted
 from helpers.heads import add_heads, write_head
@@ -60,7 +60,7 @@ def test_in_pytorch(models, models1, asked, name):
     (made, expected, options), target = asked, models[0]
     drafter = make_drafter(name, *models, models1[1], lambda model: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False, **options)
-    check_texts(decode(engine, made, random.Random(2)), expected, made)
+    check_outputs(decode(engine, made, random.Random(2)), expected, made)
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -110,7 +110,7 @@ def test_on_the_kernels(on_kernels, name):
     make, expected = on_kernels
     engine = make(name)
     for sampling, want in zip(([Sampling(40)] * 3, SAMPLED), expected):
-        check_texts(ids(engine, PROMPTS, sampling), want, list(zip(PROMPTS, sampling)))
+        check_outputs(ids(engine, PROMPTS, sampling), want, list(zip(PROMPTS, sampling)))
 
 
 # Recurrent state, MoE, attention sinks, sliding windows, short convolutions, shared KV.
@@ -146,7 +146,7 @@ def test_families(family, name):
     model = target if name in FULL_MODELS else raw
     drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
-    check_texts(decode(engine, asked, random.Random(1)), expected, asked)
+    check_outputs(decode(engine, asked, random.Random(1)), expected, asked)
 
 
 QUICK = {
@@ -193,7 +193,7 @@ def test_quantized_families(tmp_path, name, mode, kind):
     asked = requests(6, seed=5)
     expected = alone((target.model, None), asked, stop_ids=target.config["stop_ids"])
     engine = target.engine(DraftOptions(kind, tree=TreeShape(8, 2, 3)), batch=3, max_seq_len=300)
-    check_texts(decode(engine, asked, random.Random(1)), expected, asked)
+    check_outputs(decode(engine, asked, random.Random(1)), expected, asked)
 
 
 # -- over caches in fp8 (PyTorch) and in int8 (kernels) -----------------------------------------------------
@@ -218,7 +218,7 @@ def test_speculative_equals_plain(golden, kv, kind, dtype):
     requests: list[Request] = []
     events = [*fast.run(given, sampling, requests, watch=True)]
     wanted = [plain.generate([prompt], one)[0].ids for prompt, one in zip(given, sampling)]
-    check_texts([request.ids for request in requests], wanted, list(zip(given, sampling)))
+    check_outputs([request.ids for request in requests], wanted, list(zip(given, sampling)))
     paths = [event.draft.path[: len(event.ids)] for event in events if event.draft]
     assert any(b - a > 1 for path in paths for a, b in pairwise(path))  # what is moved is not side by side
     assert requests[2].cached == len(PROMPT) - 1

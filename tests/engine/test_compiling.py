@@ -1,7 +1,7 @@
 """Compilation is cached across calls and processes; compiled steps equal eager steps."""
 import pytest
 import torch
-from helpers.decoding import check_texts, drafts, ids, plain, speculative
+from helpers.decoding import check_outputs, drafts, ids, plain, speculative
 from helpers.drafters import make_drafter, short_prompts, small_models
 
 from engine import graphs
@@ -45,7 +45,7 @@ def test_compiled_step(small):
     assert [line.split()[2] for line in lines if line.endswith("...")] == ["prefill", "step", "commit"]
     assert counters["stats"]["unique_graphs"] == 3, "plain decoding is not compiled"
     wanted = [ids(plain(small), [prompt], sampling)[0] for prompt, sampling in made]
-    check_texts([ids(engine, [prompt], sampling)[0] for prompt, sampling in made], wanted, made)
+    check_outputs([ids(engine, [prompt], sampling)[0] for prompt, sampling in made], wanted, made)
     assert counters["stats"]["unique_graphs"] == 3
 
     counters.clear()
@@ -68,7 +68,7 @@ def test_one_graph_for_all_slots_and_chunks(small, monkeypatch):
     requests = [(prompt, Sampling(5)) for prompt in short_prompts(3, longest=90)]
     wanted = [ids(plain(small), [prompt], sampling)[0] for prompt, sampling in requests]
     texts, samplings = zip(*requests)
-    check_texts(ids(engine, texts, samplings), wanted, requests)
+    check_outputs(ids(engine, texts, samplings), wanted, requests)
     assert sorted(made) == ["accept_and_commit", "draft_and_verify", "prefill", "prefill"]
 
 

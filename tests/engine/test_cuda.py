@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from helpers import ROOT
-from helpers.decoding import check_texts
+from helpers.decoding import check_outputs
 from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.load import load_head
@@ -59,7 +59,7 @@ def test_speculative_equals_plain(subject, name):
         texts = engine.generate(prompts, samplings)
         if target.model.embed.dtype == torch.float32 and target.runtime.kv == "auto":
             made = list(zip(prompts, samplings))
-            check_texts([text.ids for text in texts], [text.ids for text in plain], made)
+            check_outputs([text.ids for text in texts], [text.ids for text in plain], made)
         else:  # near ties may differ: classify as evaluate.py does
             assert [text.ids[0] for text in texts] == [text.ids[0] for text in plain]
         engine.generate(prompts, samplings)

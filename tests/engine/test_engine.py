@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from helpers.decoding import alone, check_texts, decode, drafts, ids, plain, prompts, requests, speculative
+from helpers.decoding import alone, check_outputs, decode, drafts, ids, plain, prompts, requests, speculative
 from helpers.drafters import make_drafter
 
 from drafters.mixed import Mixed
@@ -113,7 +113,7 @@ def test_output_does_not_depend_on_the_batch(models, models1, asked, name, batch
     made, expected = asked
     for leaving, plain_share in ((0.0, 0.4), (0.03, 0.0)):
         found = decode(engine, made, random.Random(2), leaving, plain_share)
-        check_texts(found, expected, made)
+        check_outputs(found, expected, made)
         assert (None in found) == bool(leaving) and engine.free == batch and not engine.busy
     assert {key[-1] for key in calls} == ({1, 2, 5} if few else set())
     if batch == 1:
@@ -143,7 +143,7 @@ def test_prefix_cache(models):
     assert turn.cached >= 119 - SHAPE.max_commit - 1
     texts = [first, beside, other, turn]
     made = [(text.prompt, text.sampling) for text in texts]
-    check_texts([text.ids for text in texts], alone(models, made), made)
+    check_outputs([text.ids for text in texts], alone(models, made), made)
 
 
 def test_chunked_prefill_does_not_block_decoding(models):
@@ -203,7 +203,7 @@ def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temp
     made.append((prompts(1, seed=4)[0], Sampling(150, temperature)))  # it outlives the others
     engine = speculative(models, large, batch=4, scheduler=scheduler)
     found = engine.generate(*map(list, zip(*made)))
-    check_texts([request.ids for request in found], alone(models, made), made)
+    check_outputs([request.ids for request in found], alone(models, made), made)
     assert set(found[0].trees) == {"plain"} and set(found[-1].trees) == {"plain", "3/1/1", "12/3/3"}
     turn = [*found[-1].tokens, 97, 98]
     assert trees(engine, turn) == trees(speculative(models, large), turn)

@@ -12,7 +12,7 @@ from helpers import refused
 from helpers.families import HYBRIDS, converted, make_target
 from helpers.heads import add_heads
 from helpers.launching import TORCHRUN, run
-from helpers.ranked import OF_TWO, everything
+from helpers.ranked import TWO_RANKS_ONLY, everything
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
@@ -86,7 +86,7 @@ def test_families_that_are_not_sharded(tmp_path, name):
 
 @pytest.mark.parametrize("name", [*SHARDED, *EXACT, "odd", "heads", "drafters", "modes"])
 def test_texts(alone, sharded, name):
-    if name in OF_TWO and "modes" not in sharded:
+    if name in TWO_RANKS_ONLY and "modes" not in sharded:
         return
     found, want = sharded[name], alone[name]
     assert found

@@ -18,6 +18,6 @@ def edit(folder: Path, *without: str, **changes) -> None:
     file.write_text(json.dumps(config | changes))
 
 
-def refused(words: str):
-    """A context that must raise an InputError whose message starts with these words."""
-    return pytest.raises(InputError, match="^" + re.escape(words))
+def refused(message: str):
+    """Return a context that must raise an InputError. message: the start of its message."""
+    return pytest.raises(InputError, match="^" + re.escape(message))

@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# By compute capability, the most bytes of shared memory that a program may have: T4, A100, RTX 3060 and 3090,
-# RTX 4090 and L4, H100 and H200, B200, RTX 5090 (CUDA C++ Programming Guide, technical specifications).
+# Maximum bytes of shared memory of a program, by compute capability: T4, A100, RTX 3060 and 3090, RTX 4090
+# and L4, H100 and H200, B200, RTX 5090 (CUDA C++ Programming Guide, technical specifications).
 KIB = 1024
 SHARED = {
     75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB,
@@ -31,7 +31,7 @@ def expensive(*cases) -> list:
 
 
 def devices(*capabilities: int) -> list:
-    """Compute capabilities; all but an H100's are marked expensive."""
+    """Return compute capabilities as test parameters; all but an H100's are marked expensive."""
     return [capability if capability == 90 else expensive(capability)[0] for capability in capabilities]
 
 
@@ -44,40 +44,41 @@ class Compiled(NamedTuple):
     ptx: str
     sass: str  # machine code
     chained: bool  # a matmul accumulates onto another's result
-    on_tensor_cores: bool  # matmuls use them
+    on_tensor_cores: bool  # matmuls run on tensor cores
 
 
 def compile_for(
-    capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3,
+    capability: int, kernel: triton.JITFunction, types: dict, warps: int = 4, stages: int = 3,
     pdl: bool = False,
 ) -> Compiled:
-    """Compile `kernel` for a GPU of this compute capability, one of `SHARED`. given: for every argument a
-    dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any i32" (any integer), 1 (this
-    integer, for which Triton specializes), None (no tensor), "fp32", or, for compile-time constants, the
-    value. pdl: for programmatic dependent launch.
+    """Compile `kernel` for a GPU of this compute capability, one of `SHARED`.
+
+    types: for every argument a dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any
+    i32" (any integer), 1 (this integer, for which Triton specializes), None (no tensor), "fp32", or, for
+    compile-time constants, the value. pdl: for programmatic dependent launch.
     """
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(kernel.params):
-        name, kind = param.name, pdl if param.name == "PDL" else given[param.name]
-        if param.is_constexpr or kind is None or kind == 1:
-            signature[name], constants[name] = "constexpr", kind
+        name, type = param.name, pdl if param.name == "PDL" else types[param.name]
+        if param.is_constexpr or type is None or type == 1:
+            signature[name], constants[name] = "constexpr", type
             continue
-        signature[name] = POINTERS[kind] if isinstance(kind, torch.dtype) else kind.removeprefix("any ")
-        if isinstance(kind, torch.dtype) or kind in ("i32", "i64"):
+        signature[name] = POINTERS[type] if isinstance(type, torch.dtype) else type.removeprefix("any ")
+        if isinstance(type, torch.dtype) or type in ("i32", "i64"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
-    made = triton.compile(source, target=target, options=options)
+    compiled = triton.compile(source, target=target, options=options)
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
-        file.write_bytes(made.asm["cubin"])
+        file.write_bytes(compiled.asm["cubin"])
         dump = tool, "--dump-resource-usage", "--dump-sass", file
         sass = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", sass).groups())
-    products = re.findall(r"(%\w+) = tt\.dot %\w+, %\w+, (%\w+)", made.asm["ttir"])
+    products = re.findall(r"(%\w+) = tt\.dot %\w+, %\w+, (%\w+)", compiled.asm["ttir"])
     chained = not {result for result, _ in products}.isdisjoint(onto for _, onto in products)
-    ptx = made.asm["ptx"]
+    ptx = compiled.asm["ptx"]
     cores = bool(re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
-    return Compiled(made.metadata.shared, registers, stack + local, ptx, sass, chained, cores)
+    return Compiled(compiled.metadata.shared, registers, stack + local, ptx, sass, chained, cores)

@@ -25,7 +25,7 @@ NAMES = (
     "draft-model", "pard", "lookahead", "lookup", "suffix", "rest", "lookup+eagle3", "eagle1+dspark",
     "eagle3 window", "dspark window",
 )
-# Like others in what they read and keep; `make test-fast` leaves them out.
+# Similar to others in the state that they read and keep; `make test-fast` skips them.
 SLOW = {"plain", "eagle2", "dflash", "hydra", "eagle1+dspark", "eagle3 window", "dspark window"}
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
@@ -35,9 +35,10 @@ def cases(names=NAMES) -> list:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
-def guessing_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, prefix: bool) -> Head:
-    """Return Medusa or Hydra heads in float32: random blocks that pass their state on to the target's
-    lm_head. prefix: with Hydra++'s layer, of the target's shape.
+def random_medusa_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, prefix: bool) -> Head:
+    """Return Medusa or Hydra heads in float32, with random blocks near the identity and the target's lm_head.
+
+    prefix: with Hydra++'s layer, of the target's shape.
     """
     a = target.args
     sizes = {name: x for name, x in vars(a).items() if name in MultiTokenArgs.__dataclass_fields__}
@@ -61,33 +62,32 @@ def guessing_heads(target: Transformer, kind: str, draft_ids: torch.Tensor, pref
 def make_drafter(
     name: str, target: Transformer, eagle3: Head, eagle1: Head, prepare: Callable[[torch.nn.Module], None]
 ) -> Drafter:
-    """Return a drafter of `NAMES` for a target and its heads. prepare: a function applied to models that are
-    made here.
-    """
+    """Return a drafter of `NAMES` for a target and its heads. prepare: called with each new model."""
     size, weight = target.args.vocab_size, target.embed.weight
-    ids, lent = torch.arange(min(300, size)), {id(p) for p in target.parameters()}  # which all tests share
+    ids, shared = torch.arange(min(300, size)), {id(p) for p in target.parameters()}
 
     def make(name: str) -> Drafter:
         return make_drafter(name, target, eagle3, eagle1, prepare)
 
-    def ready(head: Head, noise: float = 0.0) -> Head:
+    def prepared(head: Head, noise: float = 0.0) -> Head:
+        """Add noise to a head's own weights, cast them to the target's dtype and prepare the head."""
         torch.manual_seed(1)
         for p in head.to(weight.device).parameters():
-            if id(p) not in lent:
+            if id(p) not in shared:
                 p.data = (p.data + noise * torch.randn_like(p.data)).to(weight.dtype)
         prepare(head)
         return head
 
-    def guessing(kind: str, prefix: bool = False) -> Head:
+    def medusa(kind: str, prefix: bool = False) -> Head:
         """Return random Medusa or Hydra heads."""
-        return ready(guessing_heads(target, kind, ids, prefix))
+        return prepared(random_medusa_heads(target, kind, ids, prefix))
 
     def block(kind: str, rank: int | None = None, window: int = 0) -> Head:
         """Return a random head for block drafting."""
-        few = 2 if target.args.num_layers > 4 else 1
-        head = new_head(target, kind, ids, HeadShape(2, few, 4, rank, mask_id=7), 0)
+        states = 2 if target.args.num_layers > 4 else 1
+        head = new_head(target, kind, ids, HeadShape(2, states, 4, rank, mask_id=7), 0)
         head.set_sliding_window(window)
-        return ready(head, 0.02)
+        return prepared(head, 0.02)
 
     return {
         "plain": Drafter,
@@ -97,9 +97,9 @@ def make_drafter(
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
         "dflash": lambda: BlockDrafter(block("dflash"), TreeShape(10, 3, 4)),
         "dspark": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3)),
-        "medusa": lambda: MultiToken(guessing("medusa"), expected_tree(12, 3)),
-        "hydra": lambda: MultiToken(guessing("hydra"), expected_tree(12, 3)),
-        "hydra++": lambda: MultiToken(guessing("hydra", True), expected_tree(12, 3)),
+        "medusa": lambda: MultiToken(medusa("medusa"), expected_tree(12, 3)),
+        "hydra": lambda: MultiToken(medusa("hydra"), expected_tree(12, 3)),
+        "hydra++": lambda: MultiToken(medusa("hydra", True), expected_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
         "pard": lambda: Pard(target, TreeShape(10, 3, 4), mask_id=7),
         "lookup+eagle3": lambda: Mixed(NGram(), make("eagle3")),
@@ -123,7 +123,8 @@ def small_models(
     vocab_size: int = 12, width: int = 16, layers: int = 2, dtype: torch.dtype = torch.float32,
     of_head: dict | None = None, **of_target
 ) -> tuple[Transformer, Head]:
-    """Return a random target and EAGLE-3 head, by default with so few tokens that many drafts are accepted.
+    """Return a random target and EAGLE-3 head. With the small default vocabulary many drafts are accepted.
+
     of_head, of_target: other fields of their configs.
     """
     torch.manual_seed(0)

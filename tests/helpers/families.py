@@ -13,12 +13,12 @@ DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def like(table: dict[str, dict], changes: dict) -> dict:
-    """The changes, and those of the entry of the table that they are "like"."""
+    """Return the changes, merged into the changes of the table's entry that they inherit from ("like")."""
     changes = dict(changes)
     return like(table, table[changes.pop("like")]) | changes if "like" in changes else changes
 
 
-# name: (transformers' class, what differs from SIZES)
+# name: (transformers' class, config fields that differ from SIZES)
 GROUPS = "bases", "variants", "targets", "hybrids"
 _CHANGES = {name: changes for group in GROUPS for name, (_, changes) in DATA[group].items()}
 BASES, VARIANTS, TARGETS, HYBRIDS = (
@@ -26,10 +26,10 @@ BASES, VARIANTS, TARGETS, HYBRIDS = (
     for group in GROUPS)
 TARGETS = VARIANTS | TARGETS  # HYBRIDS have Gated DeltaNet
 SIZES, EARS = DATA["sizes"], DATA["ears"]
-EYES = {kind: like(DATA["eyes"], config) for kind, config in DATA["eyes"].items()}  # of the classes that see
-WIDE = DATA["wide"]  # sizes that groups of 32 divide
+EYES = {kind: like(DATA["eyes"], config) for kind, config in DATA["eyes"].items()}  # vision configs, by class
+WIDE = DATA["wide"]  # sizes that are multiples of 32, for quantization groups
 V, H, LAYERS = (SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
-WINDOW = 24  # of families that have one
+WINDOW = 24  # sliding window
 
 
 def to_mxfp4(folder: Path, reference) -> None:
@@ -64,9 +64,9 @@ GLM_MTP = {"fc": "eh_proj.weight", "pre_fc_norm_embedding": "enorm.weight",
 
 def add_mtp_layer(file: Path, prefix: str) -> None:
     """Add a random MTP layer whose attention and MLP have the shapes of a hybrid's fourth layer."""
-    g, state, theirs = torch.Generator().manual_seed(1), load_file(file), f"{prefix}layers.3."
-    layer = {f"mtp.layers.0.{n.removeprefix(theirs)}": t + 0.05 * torch.randn(t.shape, generator=g)
-             for n, t in state.items() if n.startswith(theirs)}
+    g, state, source = torch.Generator().manual_seed(1), load_file(file), f"{prefix}layers.3."
+    layer = {f"mtp.layers.0.{n.removeprefix(source)}": t + 0.05 * torch.randn(t.shape, generator=g)
+             for n, t in state.items() if n.startswith(source)}
     width = len(layer["mtp.layers.0.input_layernorm.weight"])
     norms = dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), (width,))
     layer |= {f"mtp.{n}.weight": 0.2 * torch.randn(shape, generator=g)
@@ -75,8 +75,9 @@ def add_mtp_layer(file: Path, prefix: str) -> None:
 
 
 def make_target(folder: Path, name: str, mtp: bool = False, **other):
-    """Write the named model as published; return the transformers model. mtp: with an MTP layer. other:
-    sizes.
+    """Write a tiny model of this family as published; return the transformers model.
+
+    mtp: with an MTP layer. other: fields of its config.
     """
     transformers = pytest.importorskip("transformers")
     group = HYBRIDS if name in HYBRIDS else TARGETS
@@ -96,13 +97,13 @@ def make_target(folder: Path, name: str, mtp: bool = False, **other):
     with torch.no_grad():
         for n, p in reference.state_dict().items():  # norms and biases too: ones and zeros would hide a swap
             one = n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in kind)
-            if group is HYBRIDS:  # states decay slowly: a wrong one is to be seen
+            if group is HYBRIDS:  # states decay slowly, so that a wrong state changes the output
                 one = {"norm.weight": 1, "A_log": -3}.get(n.partition("linear_attn.")[2], 0)
             p.normal_(int(one), 0.2)
     reference.save_pretrained(folder)
     if "Omni" in kind:
         as_thinker(folder)
-    if "GLM-4.7" in name:  # published with an MTP layer behind its layers, and copies of two matrices
+    if "GLM-4.7" in name:  # published with an MTP layer after its layers, and copies of two matrices
         add_mtp_layer(file := folder / "model.safetensors", "model.")
         state, mtp = load_file(file), f"model.layers.{reference.config.num_hidden_layers}."
         for theirs, ours in GLM_MTP.items():
@@ -124,10 +125,11 @@ def converted(folder: Path, name: str, dtype: str = "keep", **other) -> tuple[to
     return reference, convert(folder / "in", folder / "out", dtype=dtype, quiet=True)
 
 
-def top_tokens(reference, prompt: list[int], text: list[int]) -> list[int]:
-    """Return the argmax of a transformers model after the prompt and after each token of `text[:-1]`. It
-    equals `text` exactly if the model generates `text` greedily.
+def top_tokens(reference, prompt: list[int], output: list[int]) -> list[int]:
+    """Return the argmax of a transformers model after the prompt and after each token of `output[:-1]`.
+
+    It equals `output` if and only if the model generates `output` greedily.
     """
     with torch.no_grad():
-        logits = reference(torch.tensor([prompt + text[:-1]])).logits
+        logits = reference(torch.tensor([prompt + output[:-1]])).logits
     return logits[0, len(prompt) - 1 :].argmax(-1).tolist()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # guard bytes on each side, their value, the value of unwritten bytes
-LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
+LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # absolute and relative errors
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def guarded() -> Iterator[None]:
     """
     memories: list[Tensor] = []
 
-    def guarding(allocate: Callable) -> Callable[..., Tensor]:
+    def with_guards(allocate: Callable) -> Callable[..., Tensor]:
         def allocated(*arguments, **options) -> Tensor:
             x = allocate(*arguments, **options)
             memory = torch.full((2 * GUARD + x.nbytes,), EDGE, dtype=torch.uint8, device=x.device)
@@ -28,7 +28,7 @@ def guarded() -> Iterator[None]:
 
         return allocated
 
-    empty, new_empty = guarding(torch.empty), guarding(torch.Tensor.new_empty)
+    empty, new_empty = with_guards(torch.empty), with_guards(torch.Tensor.new_empty)
     with patch.object(torch, "empty", empty), patch.object(torch.Tensor, "new_empty", new_empty):
         yield
     assert memories, "nothing was allocated"
@@ -45,12 +45,12 @@ def owned(x: Tensor) -> Tensor:
 def check(kernel: Callable, definition: Callable, limit: float = 0.0) -> None:
     """Compare the results of two functions. The kernel is called twice and must give the same bits."""
     with guarded():
-        found = kernel()
-    close(found, definition(), limit)
-    close(kernel(), found)
+        result = kernel()
+    close(result, definition(), limit)
+    close(kernel(), result)
 
 
-def close(found, wanted, limit: float = 0.0) -> None:
+def close(result, expected, limit: float = 0.0) -> None:
     """Fail if nested tensors differ: floats by more than `limit`, absolute or relative."""
-    for x, y in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+    for x, y in zip(tree_leaves(result), tree_leaves(expected), strict=True):
         torch.testing.assert_close(x, y, rtol=limit, atol=limit, check_dtype=False)

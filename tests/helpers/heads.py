@@ -18,15 +18,16 @@ BASE = SIZES | {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64, 
 
 
 def layer_shapes(
-    prefix: str, hidden: int, inner: int, heads: tuple[int, int, int], reads: int | None = None
+    prefix: str, hidden: int, inner: int, heads: tuple[int, int, int], input_size: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's tensors by published name, without the norm before attention. heads:
-    query heads, key/value heads and head size. reads: width of attention's input, if not `hidden`.
+    """Return the shapes of a layer's tensors by published name, without the norm before attention.
+
+    heads: query heads, key/value heads and head size. input_size: of attention, if not `hidden`.
     """
-    (nh, nkv, hd), reads = heads, reads or hidden
+    (nh, nkv, hd), width = heads, input_size or hidden
     shapes = {
-        "self_attn.q_proj": (nh * hd, reads), "self_attn.k_proj": (nkv * hd, reads),
-        "self_attn.v_proj": (nkv * hd, reads), "self_attn.o_proj": (hidden, nh * hd),
+        "self_attn.q_proj": (nh * hd, width), "self_attn.k_proj": (nkv * hd, width),
+        "self_attn.v_proj": (nkv * hd, width), "self_attn.o_proj": (hidden, nh * hd),
         "post_attention_layernorm": (hidden,), "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
     }
@@ -89,8 +90,8 @@ def write_head(folder: Path, state: dict, config: dict) -> Path:
 
 def add_heads(work: Path, target: Path, width: int, **changes) -> list[Path]:
     """Convert random EAGLE-3 and EAGLE-1 heads for a converted target of this width; return their folders."""
-    made = {kind: make_head(kind, hidden=width, target=width, **changes) for kind in ("eagle3", "eagle")}
-    return [convert(write_head(work / kind, *head), target=target, quiet=True) for kind, head in made.items()]
+    heads = {kind: make_head(kind, hidden=width, target=width, **changes) for kind in ("eagle3", "eagle")}
+    return [convert(write_head(work / kind, *x), target=target, quiet=True) for kind, x in heads.items()]
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -101,41 +102,45 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 def rotated(
     x: Tensor, positions: Tensor, theta: float, pairs: int | None = None, neighbors: bool = False
 ) -> Tensor:
-    """Apply RoPE to x [n, heads, hd] at these positions [n]. pairs: how many are rotated; default: all.
+    """Apply RoPE to x [n, heads, hd] at these positions [n]. pairs: number of rotated pairs; default: all.
+
     neighbors: channels 2j and 2j + 1 are a pair; the result is in another order, the same for q and k.
     """
     half = x.shape[-1] // 2
     x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if neighbors else x
-    each = theta ** (-torch.arange(half) / half) * (torch.arange(half) < (pairs or half))
-    angle = (positions[:, None] * each).repeat(1, 2)[:, None]
+    frequencies = theta ** (-torch.arange(half) / half) * (torch.arange(half) < (pairs or half))
+    angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]
     return x * angle.cos() + torch.cat((-x[..., half:], x[..., :half]), -1) * angle.sin()
 
 
 def plain_layer(
-    get: Callable[[str], Tensor | None], residual: Tensor, read: Tensor, hd: int, theta: float = 1e4,
-    keys: Tensor | None = None, sees: Tensor | None = None, after=lambda x: x,
+    get: Callable[[str], Tensor | None], residual: Tensor, inputs: Tensor, hd: int, theta: float = 1e4,
+    keys: Tensor | None = None, visible: Tensor | None = None, after=lambda x: x,
     around_mlp=lambda m: (m, lambda x: x), activation=F.silu, pairs: int | None = None,
     neighbors: bool = False,
 ) -> Tensor:
-    """One layer as in the papers, on published tensors: get(name) returns None if there is no such tensor.
-    read [n, ...]: the normed input. keys [m, ...]: all rows to attend to, with `read` as the last ones;
-    default: `read`. sees [n, m] bool: the mask, default causal. after: applied to attention's output.
-    around_mlp(normed input): the input, and a function of the output. pairs, neighbors: see `rotated`.
+    """Run one layer as in the papers. get(name): a published tensor, or None if there is none.
+
+    inputs [n, ...]: the normed input. keys [m, ...]: all rows to attend to; the last n are `inputs`; default:
+    `inputs`. visible [n, m] bool: the mask, default causal. after: applied to attention's output.
+    around_mlp(normed input): returns the MLP's input, and a function applied to its output. pairs, neighbors:
+    see `rotated`.
     """
-    keys = read if keys is None else keys
-    at, own = torch.arange(len(keys)), torch.arange(len(keys))[-len(read) :]
-    sees = at <= own[:, None] if sees is None else sees
+    keys = inputs if keys is None else keys
+    positions = torch.arange(len(keys))
+    own = positions[-len(inputs) :]
+    visible = positions <= own[:, None] if visible is None else visible
 
     def heads(x: Tensor, part: str) -> Tensor:
         x = F.linear(x, get(f"self_attn.{part}_proj.weight"), get(f"self_attn.{part}_proj.bias"))
         x, norm = x.view(len(x), -1, hd), get(f"self_attn.{part}_norm.weight")
         return x if norm is None else rms(x, norm)
 
-    q = rotated(heads(read, "q"), own, theta, pairs, neighbors)
-    k, v = rotated(heads(keys, "k"), at, theta, pairs, neighbors), heads(keys, "v")
+    q = rotated(heads(inputs, "q"), own, theta, pairs, neighbors)
+    k, v = rotated(heads(keys, "k"), positions, theta, pairs, neighbors), heads(keys, "v")
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / hd**0.5
-    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, float("-inf")).softmax(-1), v).flatten(1)
+    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v).flatten(1)
     x = residual + after(out @ get("self_attn.o_proj.weight").T)
     m, after_mlp = around_mlp(rms(x, get("post_attention_layernorm.weight")))
     gate, up = m @ get("mlp.gate_proj.weight").T, m @ get("mlp.up_proj.weight").T
@@ -161,7 +166,7 @@ def gemma4_shapes(shapes: dict[str, tuple[int, ...]], prefix: str, hidden: int) 
         f"{prefix}{norm}.weight": (hidden,) for norm in GEMMA4_NORMS} | {f"{prefix}layer_scalar": (1,)}
 
 
-def gemma4_layer(get: Callable[[str], Tensor | None], residual: Tensor, read: Tensor, **more) -> Tensor:
+def gemma4_layer(get: Callable[[str], Tensor | None], residual: Tensor, inputs: Tensor, **more) -> Tensor:
     """Run a layer of `GEMMA4_LAYER`, see `plain_layer`: values are normed and scores are not scaled."""
     renamed = {"post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
                "self_attn.v_proj.weight": "self_attn.k_proj.weight"}
@@ -170,5 +175,5 @@ def gemma4_layer(get: Callable[[str], Tensor | None], residual: Tensor, read: Te
     after, after_mlp = (lambda x, n=n: rms(x, get(f"{n}.weight")) for n in GEMMA4_NORMS[::2])
     gelu = partial(F.gelu, approximate="tanh")
     return get("layer_scalar") * plain_layer(
-        lambda name: fixed[name] if name in fixed else get(renamed.get(name, name)), residual, read, 12,
+        lambda name: fixed[name] if name in fixed else get(renamed.get(name, name)), residual, inputs, 12,
         5000.0, after=after, around_mlp=lambda m: (m, after_mlp), pairs=3, activation=gelu, **more)

@@ -9,26 +9,29 @@ from kernels.stored import Kind
 from model import KVCache, Linear, PassInputs, gated_activation
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
-USUAL = {isa.available()[0], "avx2"}
-EACH = [pytest.param(name, marks=[pytest.mark.expensive] * (name not in USUAL)) for name in isa.available()]
+DEFAULT_ISAS = {isa.available()[0], "avx2"}
+EACH = [pytest.param(name, marks=[pytest.mark.expensive] * (name not in DEFAULT_ISAS))
+        for name in isa.available()]
 DTYPES = (torch.float32, torch.bfloat16)
-# Of one product, relative to the largest: rounding of the output.
+# Maximum error of one product / its largest value: rounding of the output.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
 def draws(seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(dtype)
+    """Return a function that draws normal tensors: draw(*shape, dtype=...)."""
+    rng = torch.Generator().manual_seed(seed)
+    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=rng).to(dtype)
 
 
-def close(found, expected, dtype):
-    error, limit = (found.double() - expected).abs().max(), ERROR[dtype] * expected.abs().max()
+def close(result, expected, dtype):
+    """Fail if the largest error exceeds ERROR."""
+    error, limit = (result.double() - expected).abs().max(), ERROR[dtype] * expected.abs().max()
     assert error <= limit, f"the largest error is {error:.3g}, allowed is {limit:.3g} in {dtype}"
 
 
-def same(found, expected):
+def same(result, expected):
     """Compare tensors, or collections of them, bit for bit; print the first difference."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype):
@@ -68,23 +71,26 @@ def stored_layer(kind: Kind, weight, bias):
 
 
 def product(layer, x, activation: str | None):
-    """Return the layer's result for x, rounded as its mode does, in float64. activation: of a gated MLP."""
-    exact = isinstance(layer, Linear)
-    weight = layer.weight.double() if exact else layer.dequantize(torch.float64)
-    y = (x if exact else layer.round_inputs(x.float())).double() @ weight.T + layer.bias.double()
+    """Return the layer's result for x in float64, with inputs rounded as in its mode.
+
+    activation: of a gated MLP.
+    """
+    quantized = not isinstance(layer, Linear)
+    weight = layer.dequantize(torch.float64) if quantized else layer.weight.double()
+    y = (layer.round_inputs(x.float()) if quantized else x).double() @ weight.T + layer.bias.double()
     return gated_activation(activation)(*y.chunk(2, -1)) if activation else y
 
 
-class Written(KVCache):
-    """A cache of k, v [B, S, nkv, hd], which the functions `keep` round."""
+class RoundedCache(KVCache):
+    """A cache of k, v [B, S, nkv, hd], rounded by the function `round`."""
 
-    def __init__(self, k, v, keep):
+    def __init__(self, k, v, round):
         torch.nn.Module.__init__(self)
-        self.k, self.v, self.keep = keep(k), keep(v), keep
+        self.k, self.v, self.round = round(k), round(v), round
 
     def write(self, k, v, slots):
         rows = torch.arange(len(slots))[:, None]
-        self.k[rows, slots], self.v[rows, slots] = self.keep(k), self.keep(v)
+        self.k[rows, slots], self.v[rows, slots] = self.round(k), self.round(v)
 
     def live(self, count, dtype):
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
@@ -97,8 +103,9 @@ def round_heads(x):
 
 
 def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
-    """Return a block, qkv of T rows, a cache's k and v, and a pass that attends to n slots. more: norms and
-    sinks.
+    """Return a block, qkv of T tokens, a cache's k and v, and a pass that attends to n slots.
+
+    more: with head norms and sinks.
     """
     draw = draws(n)
     shape = 8, 8, 8, 1, heads, kv_heads, hd
@@ -106,26 +113,29 @@ def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
     block = GptOssBlock(args).requires_grad_(False)
     for p in block.parameters():
         p.data = draw(*p.shape, dtype=dtype)
-    if more:  # from next to nothing to all of the softmax
+    if more:  # from almost none to almost all of the softmax
         block.sinks.data = torch.linspace(-20, 40, heads)
     qkv = draw(B, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
     k, v = (draw(B, n + 3, kv_heads, hd, dtype=dtype) for _ in range(2))
     slots = torch.stack([draw(n).argsort()[:T] for _ in range(B)])
-    visible = (draw(B, T, n) > -0.5).scatter(2, slots[..., None], True)  # a row sees itself
+    visible = (draw(B, T, n) > -0.5).scatter(2, slots[..., None], True)  # a token attends to itself
     return block, qkv, k, v, PassInputs(args, args.inverse_frequencies(), slots + 100, slots, visible)
 
 
-def check_attention(case, found, caches, coarse: bool):
-    """Compare attention, and unquantized caches, with the definition in float64. For 8-bit caches the
-    reference uses rounded keys and values; the tolerance covers rounding of queries and softmax weights:
-    about 1/8000 of the largest value if they have 16 bits, 1/127 (`coarse`) if they have 8.
+def check_attention(case, result, caches, coarse: bool):
+    """Compare attention, and unquantized caches, with the definition in float64.
+
+    For 8-bit caches (caches is None) the reference uses rounded keys and values; the tolerance covers
+    rounding of queries and softmax weights: about 1/8000 of the largest value if they have 16 bits, 1/127
+    (`coarse`) if they have 8.
     """
     block, qkv, k, v, shared = case
-    theirs = Written(k.double(), v.double(), round_heads if caches is None else lambda x: x)
-    expected = theirs.attend(block.double(), qkv.double(), shared)
-    error = (found.double() - expected).abs() / expected.abs().max()
-    most, usual = (0.05, 0.012) if coarse else (0.012, 0.003)
+    cache = RoundedCache(k.double(), v.double(), round_heads if caches is None else lambda x: x)
+    expected = cache.attend(block.double(), qkv.double(), shared)
+    error = (result.double() - expected).abs() / expected.abs().max()
+    max_error, rms_error = (0.05, 0.012) if coarse else (0.012, 0.003)
     if caches is not None:
-        most = usual = 2 * ERROR[qkv.dtype]
-        close(caches[0], theirs.k, qkv.dtype), same(caches[1].double(), theirs.v)
-    assert error.max() <= most and error.square().mean().sqrt() <= usual, f"off by {error.max():.3g}"
+        max_error = rms_error = 2 * ERROR[qkv.dtype]
+        close(caches[0], cache.k, qkv.dtype), same(caches[1].double(), cache.v)
+    rms = error.square().mean().sqrt()
+    assert error.max() <= max_error and rms <= rms_error, f"errors: {error.max():.3g}, rms {rms:.3g}"

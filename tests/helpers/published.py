@@ -36,39 +36,40 @@ CUT = {
 
 def cut(config: dict) -> dict:
     """Return a config with 8 layers and small sizes."""
-    def of(key: str, value):
+    def reduced(key: str, value):
         if isinstance(value, dict) and key != "rope_parameters":
             return cut(value)
         if key == "num_key_value_heads":
             return 4 if value == config["num_attention_heads"] else 2
         if key == "full_attn_idxs" and value:
             return [i for i in value if i < LAYERS]
-        if isinstance(value, list) and key not in CUT:  # of layers, or of 16 x 0.75 / 2 frequencies
+        if isinstance(value, list) and key not in CUT:  # per layer, or per frequency (16 x 0.75 / 2)
             return value[: 6 if key.endswith("_factor") else LAYERS]
         return CUT[key] if key in CUT and value else value
 
-    return {key: of(key, value) for key, value in config.items()}
+    return {key: reduced(key, value) for key, value in config.items()}
 
 
 def make_published(folder: Path, name: str) -> torch.nn.Module:
     """Write a tiny random model with the config of a published one; return the transformers model."""
     raw = cut(PUBLISHED[name])
-    given = raw.get("thinker_config", raw)
-    kind = raw["architectures"][0].removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
-    text, dropped = given.get("text_config"), ("architectures", "model_type", "dtype", "torch_dtype")
-    eyes = EYES.get(kind.replace("Unified", "").removesuffix("Moe"), EYES["Qwen3VL"])
-    kind += "Thinker" * ("thinker_config" in raw)
-    options = {k: v for k, v in given.items() if k not in dropped}
+    nested = raw.get("thinker_config", raw)
+    family = raw["architectures"][0].removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    text, dropped = nested.get("text_config"), ("architectures", "model_type", "dtype", "torch_dtype")
+    vision = EYES.get(family.replace("Unified", "").removesuffix("Moe"), EYES["Qwen3VL"])
+    family += "Thinker" * ("thinker_config" in raw)
+    options = {k: v for k, v in nested.items() if k not in dropped}
     if text:
-        options |= {"vision_config": eyes, "text_config": {k: v for k, v in text.items() if k != "dtype"}}
+        options |= {"vision_config": vision, "text_config": {k: v for k, v in text.items() if k != "dtype"}}
         options.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    if "audio_config" in given:
+    if "audio_config" in nested:
         options["audio_config"] = EARS
-    config = getattr(transformers, f"{kind}Config")(**options)
+    config = getattr(transformers, f"{family}Config")(**options)
     torch.manual_seed(0)
-    model = getattr(transformers, kind + ("ForConditionalGeneration" if text else "ForCausalLM"))(config)
+    model = getattr(transformers, family + ("ForConditionalGeneration" if text else "ForCausalLM"))(config)
     for n, p in model.float().eval().requires_grad_(False).state_dict().items():
-        p.normal_(int(n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in kind)), 0.2)
+        around_one = n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in family)
+        p.normal_(int(around_one), 0.2)
     model.save_pretrained(folder)
     if "thinker_config" in raw:
         as_thinker(folder)
@@ -77,7 +78,7 @@ def make_published(folder: Path, name: str) -> torch.nn.Module:
 
 
 def convert_published(folder: Path, name: str, dtype: str = "keep") -> Path:
-    """Convert such a model; return its folder."""
+    """Convert a model of `make_published`; return its folder."""
     make_published(folder / "in", name)
     return convert(folder / "in", folder / "out", dtype=dtype, quiet=True)
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, on the golden target."""
+"""A server in its own process, on the golden target."""
 import contextlib
 import os
 import re
@@ -12,7 +12,7 @@ import httpx
 
 from helpers import ROOT
 
-START = 120.0  # seconds at most
+MAX_START_SECONDS = 120.0
 
 
 class Serving:
@@ -20,11 +20,11 @@ class Serving:
 
     def __init__(self, process: subprocess.Popen, log: Path):
         self.process, self.log, self.url = process, log, ""
-        began = time.monotonic()
+        start_time = time.monotonic()
         while not self.url:
-            if found := re.search(r"http://\S+", self.printed()):
-                self.url = found[0]
-            if process.poll() is not None or time.monotonic() - began > START:
+            if match := re.search(r"http://\S+", self.printed()):
+                self.url = match[0]
+            if process.poll() is not None or time.monotonic() - start_time > MAX_START_SECONDS:
                 raise AssertionError(f"the server did not start: {self.printed()}")
             time.sleep(0.05)
 
@@ -42,7 +42,7 @@ class Serving:
 
     @contextlib.contextmanager
     def stream(self, path: str = "/v1/chat/completions", headers: dict | None = None, **body) -> Iterator:
-        """A context that yields the data of a stream's events, without "data: "."""
+        """Send a streaming request: a context that yields the data of the events, without "data: "."""
         body |= {"stream": True}
         with httpx.stream("POST", self.url + path, json=body, headers=headers, timeout=60) as events:
             yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))
@@ -55,7 +55,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, log: Path, *options: str, ranks: int = 1) -> Iterator[Serving]:
-    """A server for this checkpoint on a free port, not compiled. log: the file for its output."""
+    """Start a server for this checkpoint on a free port, uncompiled. log: the file for its output."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
     command = [sys.executable, *launch, str(ROOT / "serve.py"), "--checkpoint", str(checkpoint)]
     command += ["--port", "0", "--no-compile", "--threads", "1", *options]

@@ -48,23 +48,24 @@ def head_state(hidden=32) -> dict[str, torch.Tensor]:
 
 
 def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors") -> Path:
-    """Write a Hugging Face folder. `form` is safetensors or bin, or either with `-sharded`: in four files."""
+    """Write a Hugging Face folder. form: safetensors or bin; with `-sharded`: four files."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    kind, _, sharded = form.partition("-")
-    base, save = {"safetensors": ("model", save_file), "bin": ("pytorch_model", torch.save)}[kind]
+    suffix, _, sharded = form.partition("-")
+    base, save = {"safetensors": ("model", save_file), "bin": ("pytorch_model", torch.save)}[suffix]
     if not sharded:
-        save(state, folder / f"{base}.{kind}")
+        save(state, folder / f"{base}.{suffix}")
         return folder
     parts = {name: 1 + i * 4 // len(state) for i, name in enumerate(state)}
-    weight_map = {name: f"{base}-0000{part}-of-00004.{kind}" for name, part in parts.items()}
+    weight_map = {name: f"{base}-0000{part}-of-00004.{suffix}" for name, part in parts.items()}
     for file in set(weight_map.values()):
         save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
-    (folder / f"{base}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / f"{base}.{suffix}.index.json").write_text(index)
     return folder
 
 
-NEXTN = {  # of an MTP layer, the ninth here
+NEXTN = {  # GGUF names of an MTP layer's tensors; it is layer 8
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head_norm",
 }
@@ -77,7 +78,8 @@ def write_gguf(
     file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama"
 ) -> Path:
     """Write a file as llama.cpp's converter does: its names and metadata, for LLaMA its interleaved q and k.
-    state: by Hugging Face name. kind: type of the matrices. extra(writer) adds other metadata.
+
+    state: by Hugging Face name. kind: GGML type of the matrices. extra(writer) adds other metadata.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     w = gguf.GGUFWriter(file, arch)
@@ -112,8 +114,8 @@ def write_gguf(
             name = f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
         else:
             name = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
-            found = known.get_name(name, try_suffixes=(".weight", ".bias"))
-            name = found or name.replace("model.layers", "blk")
+            gguf_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            name = gguf_name or name.replace("model.layers", "blk")
             name += LEAVES.get(name.rpartition(".")[2], "")
         data = tensor.float()
         if arch in TABLES["interleaved"] and re.search(r"attn_[qk]\.", name):  # halves become pairs

@@ -5,34 +5,34 @@ from engine.state import State
 from tree import Tree, depth_and_ancestors
 
 
-def state_of(texts: list[list[int]], slots: int = 64) -> State:
-    """Return a decoder state of these sequences; each one's last token is the root."""
-    state = State(len(texts), slots, 8)
-    # Stale tokens behind the text must not matter.
+def state_of(sequences: list[list[int]], slots: int = 64) -> State:
+    """Return a decoding state of these sequences. The last token of each is the root."""
+    state = State(len(sequences), slots, 8)
+    # Stale tokens after a sequence must not matter.
     state.tokens.random_(0, 4, generator=torch.Generator().manual_seed(0))
-    for i, text in enumerate(texts):
-        state.tokens[i, : len(text)] = torch.tensor(text)
-        state.length[i], state.root[i] = len(text) - 1, text[-1]
+    for i, tokens in enumerate(sequences):
+        state.tokens[i, : len(tokens)] = torch.tensor(tokens)
+        state.length[i], state.root[i] = len(tokens) - 1, tokens[-1]
     state.done.fill_(False)
     return state
 
 
 def random_tree(nodes: int, levels: int, seed: int) -> Tree:
-    """Return two random trees of few tokens: siblings distinct, parents before children and never scored
-    lower.
+    """Return two random trees over six token ids. Siblings are distinct; parents precede their children and
+    have higher or equal scores.
     """
     g = torch.Generator().manual_seed(seed)
     trees = []
     for _ in range(2):
         tokens, parent, score, depth = [9], [0], [0.0], [0]
         while len(tokens) < nodes:
-            above = int(torch.randint(len(tokens), (1,), generator=g))
+            node = int(torch.randint(len(tokens), (1,), generator=g))
             token = int(torch.randint(6, (1,), generator=g))
-            taken = {t for t, p in zip(tokens[1:], parent[1:]) if p == above}
-            if depth[above] == levels or token in taken:
+            siblings = {t for t, p in zip(tokens[1:], parent[1:]) if p == node}
+            if depth[node] == levels or token in siblings:
                 continue
-            tokens.append(token), parent.append(above), depth.append(depth[above] + 1)
-            score.append(score[above] - float(torch.rand(1, generator=g)))
+            tokens.append(token), parent.append(node), depth.append(depth[node] + 1)
+            score.append(score[node] - float(torch.rand(1, generator=g)))
         trees.append((tokens, parent, score))
     tokens, parent, scores = (torch.tensor(x) for x in zip(*trees))
     return Tree(tokens, parent, *depth_and_ancestors(parent, levels), scores)
@@ -40,8 +40,8 @@ def random_tree(nodes: int, levels: int, seed: int) -> Tree:
 
 def paths(tokens: list[int], parent: list[int]) -> list[tuple[int, ...]]:
     """Return the tokens from the root to each node. Fails if a child comes before its parent."""
-    found = [()]
+    by_node = [()]
     for node in range(1, len(tokens)):
         assert parent[node] < node
-        found.append((*found[parent[node]], tokens[node]))
-    return found
+        by_node.append((*by_node[parent[node]], tokens[node]))
+    return by_node

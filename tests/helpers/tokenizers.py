@@ -35,7 +35,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Write the tokenizer that the golden target was made for: ids 0..255 are bytes, 256 <bos>, 257 <eos>."""
+    """Write the tokenizer of the golden target: ids 0..255 are bytes, 256 is <bos>, 257 <eos>."""
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=dict(byte_alphabet()), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,9 +49,7 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def train_bpe(rule: WordRule) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE over the words of a pre-tokenizer, with three control tokens and two normal
-    added tokens.
-    """
+    """Train a byte-level BPE with the pre-tokenizer of `rule`, three control tokens and two added tokens."""
     model = tokenizers.Tokenizer(models.BPE())
     model.normalizer = normalizers.NFC() if rule.nfc else None
     model.pre_tokenizer, model.decoder = pre_tokenizers.Sequence(rule.steps), decoders.ByteLevel()
@@ -81,9 +79,9 @@ def changed_json(source: Path, folder: Path, *added: dict, **changes) -> Path:
     """Copy a tokenizer to an empty folder, with more added tokens and other values in tokenizer.json."""
     copy_files(source, folder)
     content = json.loads((folder / "tokenizer.json").read_text()) | changes
-    like = content["added_tokens"][0]
+    template = content["added_tokens"][0]
     first = max(1 + max(token["id"] for token in content["added_tokens"]), len(content["model"]["vocab"]))
-    content["added_tokens"] += [{**like, "id": first + i, **token} for i, token in enumerate(added)]
+    content["added_tokens"] += [{**template, "id": first + i, **token} for i, token in enumerate(added)]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     return folder
 

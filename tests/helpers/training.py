@@ -13,7 +13,7 @@ from training.losses import Objective
 
 
 def row(seed: int, n: int, answers: list[list[int]]) -> dict:
-    """Return a row of n random bytes."""
+    """Return a row of n random byte tokens."""
     ids = torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
     return {"ids": ids, "answers": answers, "source": "test"}
 
@@ -31,22 +31,24 @@ def loss_on(
 
 
 @torch.no_grad()
-def shaken(head: Head) -> Head:
-    """Change all of a head's own weights at random, so that zero-initialized parts have an effect."""
+def perturb_weights(head: Head) -> Head:
+    """Add noise to all of a head's own weights, so that zero-initialized parts have an effect."""
     torch.manual_seed(5)
-    for p in own_state(head).values():  # the table is the target's
+    for p in own_state(head).values():  # without the weights shared with the target
         if p.is_floating_point():
             p.add_(0.05 * torch.randn_like(p))
     return head
 
 
-def users(*turns: str) -> list[dict]:
+def user_messages(*turns: str) -> list[dict]:
     """Return user messages without answers."""
     return [{"role": "user", "content": turn} for turn in turns]
 
 
 def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list[str]:
-    """Return the command line of a short run that writes to FOLDER/head, with changes; None drops an option.
+    """Return the command line of a short run that writes to FOLDER/head.
+
+    changes: options to add or change; None drops an option.
     """
     values = {
         "checkpoint": golden, "prompts": prompts, "out": folder / "head", "max-new-tokens": 40,

@@ -58,7 +58,7 @@ def test_failed_build_falls_back_to_pytorch(golden, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     lines, options = [], {"dtype": "fp32", "tree": "8,2,4"}
-    model = load(golden, "eagle3", say=lines.append, **options)
+    model = load(golden, "eagle3", log=lines.append, **options)
     text = model.generate("Hello", max_new_tokens=24)
     (line,) = (line for line in lines if not line.startswith("compiling the kernels for "))
     assert "(error: unknown -std=c++20); set another CXX" in line

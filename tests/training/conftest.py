@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers.training import options
 
-KINDS = {  # with what their runs ask for; all parts of a kind are used by one of them
+KINDS = {  # options of each kind's run; together they cover all parts of the heads
     "eagle3": {"steps": 4},
     "p-eagle": {"steps": None, "drafts": 4, "markov-rank": 4},
     "dflash": {"steps": None, "drafts": 4, "layers": 2},
@@ -25,7 +25,7 @@ def prompt_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(golden, prompt_file, tmp_path_factory):
-    """A function that trains a head of a kind, once, and returns (command line, folder)."""
+    """Return a function that trains a head of a kind, once, and returns (command line, folder)."""
     import train
 
     runs = {}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.tokenizers import with_template
-from helpers.training import users
+from helpers.training import user_messages
 
 import train
 from checkpoint.load import load_model
@@ -37,8 +37,8 @@ def read_rows(c: Collector) -> list[dict]:
     return [line.model_dump() for line in c.read(320) if not line.left_out]
 
 
-def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path_factory):
-    """If no stop id ends the user's turn, the start of the assistant's turn does."""
+def test_end_of_a_user_turn(golden, tmp_path, tmp_path_factory):
+    """If no stop id ends the user turn, the start of the assistant's turn does."""
     c = make_collector(golden, tmp_path)
     assert c.user_end() == ""
     c.stop_ids = [257]
@@ -48,16 +48,18 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
         assert c.user_end() == end
 
 
-def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
+def test_each_turn_is_answered_given_the_earlier_turns(golden, tmp_path):
+    """Each answer is the target's, after all earlier turns. Too long and empty prompts are skipped."""
     c = make_collector(golden, tmp_path)
-    told = [{"role": "system", "content": "s"}, *users("q")]
-    c.from_prompts([users("one", "two", "three"), users("x" * 95, "cut"), users("y" * 99), users(""), told])
+    with_system = [{"role": "system", "content": "s"}, *user_messages("q")]
+    turns = ("one", "two", "three"), ("x" * 95, "cut"), ("y" * 99,), ("",)
+    c.from_prompts([*(user_messages(*x) for x in turns), with_system])
     c.write()
     rows = read_rows(c)
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 3] and {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
-    _, left_out = data.training_rows(c.read(320), 200)
-    assert left_out == {
+    _, skipped = data.training_rows(c.read(320), 200)
+    assert skipped == {
         "prompt longer than --max-prompt-tokens 100": 1, "empty or unfinished user turn": 1,
     }
     row = max(rows, key=lambda r: len(r["answers"]))
@@ -65,25 +67,28 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     for turn, (begin, end) in zip(("one", "two", "three"), row["answers"]):
         prompt = f"u:{turn}\na:".encode()
         assert bytes(row["ids"][begin - len(prompt) : begin]) == prompt
-        # Each answer is what the target says to all that came before.
         assert plain.generate([row["ids"][:begin]], Sampling(12))[0].ids == row["ids"][begin:end]
 
 
-def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path, capsys, monkeypatch):
-    c = written(golden, tmp_path, [users("one")])
+def test_conversations_not_started_by_the_deadline_are_removed_from_the_plan(
+    golden, tmp_path, capsys, monkeypatch
+):
+    """A running answer is truncated."""
+    c = collected(golden, tmp_path, [user_messages("one")])
     assert "00:00 left with training" in capsys.readouterr().err
-    c.from_prompts([users("two"), users("three")])
+    c.from_prompts([user_messages("two"), user_messages("three")])
     c.write(deadline=0.0)
     assert len(c.planned) == len(read_rows(c)) == 1 and c.engine.free == c.engine.batch
     ticks = itertools.count()
     monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    c.from_prompts([users("two")])
+    c.from_prompts([user_messages("two")])
     c.write(deadline=20.0)
-    first, cut = (row["answers"][0] for row in read_rows(c))
-    assert 0 < cut[1] - cut[0] < first[1] - first[0]  # an answer that has begun is cut
+    complete, truncated = (row["answers"][0] for row in read_rows(c))
+    assert 0 < truncated[1] - truncated[0] < complete[1] - complete[0]
 
 
-def written(golden, folder, prompts: list, **changes) -> Collector:
+def collected(golden, folder, prompts: list, **changes) -> Collector:
+    """Return a collector that has generated answers to these prompts."""
     c = make_collector(golden, folder, **changes)
     c.from_prompts(prompts)
     c.write()
@@ -94,66 +99,67 @@ def test_killed_generation_keeps_finished_conversations(golden, tmp_path, monkey
     """Finished conversations are not generated again; an incomplete line is ignored; other settings do not
     reuse them.
     """
-    admit, lines, decoded, ended = Engine.admit, Collector._lines, [], []
+    admit, lines, admitted, finished = Engine.admit, Collector._lines, [], []
 
-    def watched(engine, prompt, *rest):
-        decoded.append(prompt)
-        return admit(engine, prompt, *rest)
+    def recording_admit(engine, prompt, *options):
+        admitted.append(prompt)
+        return admit(engine, prompt, *options)
 
-    def kill(*talk):
-        ended.append(talk)
-        if len(ended) == 4:
+    def kill(*conversation):
+        finished.append(conversation)
+        if len(finished) == 4:
             raise KeyboardInterrupt
-        return lines(*talk)
+        return lines(*conversation)
 
-    monkeypatch.setattr(Engine, "admit", watched)
-    prompts, folder = [users("one", "two"), *(users(f"question {i}") for i in range(5))], tmp_path / "killed"
-    alone = written(golden, tmp_path / "alone", prompts)
+    monkeypatch.setattr(Engine, "admit", recording_admit)
+    prompts = [user_messages("one", "two"), *(user_messages(f"question {i}") for i in range(5))]
+    folder, uninterrupted = tmp_path / "killed", collected(golden, tmp_path / "uninterrupted", prompts)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Collector, "_lines", kill)
-        written(golden, folder, prompts)
-    (left,) = folder.iterdir()
-    with open(left, "a") as file:
+        collected(golden, folder, prompts)
+    (shard,) = folder.iterdir()
+    with open(shard, "a") as file:
         file.write('{"ids": [1, 2')
-    decoded.clear()
-    assert read_rows(written(golden, folder, prompts)) == read_rows(alone) and len(decoded) == 7 - 4
-    before = left.read_bytes()
-    more = written(golden, folder, [users("one more"), *prompts[::-1]])  # in any order
-    assert len(decoded) == 3 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
-    written(golden, folder, prompts, seed=1)
-    assert len(decoded) == 3 + 1 + 7
+    admitted.clear()
+    assert read_rows(collected(golden, folder, prompts)) == read_rows(uninterrupted)
+    assert len(admitted) == 7 - 4
+    content = shard.read_bytes()
+    more = collected(golden, folder, [user_messages("one more"), *prompts[::-1]])  # in another order
+    assert len(admitted) == 3 + 1 and shard.read_bytes().startswith(content) and len(read_rows(more)) == 7
+    collected(golden, folder, prompts, seed=1)
+    assert len(admitted) == 3 + 1 + 7
 
 
-# -- rows of text: how conversations become rows, and which of them are used ---------------------------------
+# -- rows: how conversations become rows, and which rows are used --------------------------------------------
 
 
-def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
-    """For example, templates that keep only the last answer's reasoning."""
+def test_a_template_that_changes_earlier_turns_starts_a_new_row():
+    """For example, a template that keeps only the last answer's reasoning."""
     texts = b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"
     one, two = map(list, texts)
     finished, row = data.extend(None, one, 7, len(one), "x")
     assert finished is None and row["answers"] == [[7, len(one)]]
     finished, second = data.extend(row, two, 20, len(two), "x")
     assert finished == row and second["ids"] == two and second["answers"] == [[20, len(two)]]
-    assert second["chat"] == row["chat"]  # one conversation: held out or trained on together
+    assert second["chat"] == row["chat"]  # one conversation: both rows are held out, or neither
     finished, longer = data.extend(row, one + two, len(one) + 20, len(one + two), "x")
     assert finished is None and longer["answers"] == [[7, len(one)], [len(one) + 20, len(one + two)]]
 
 
-@pytest.mark.parametrize("line, words", [
+@pytest.mark.parametrize("line, message", [
     ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is not a row"),
     ('{"step": 1, "loss": 2.0}', "is not a row"),
     ('{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', "is not a row"),
     ('{"ids": [1, 2, 3], "answers": [[0, 3]], "target": "other"}', "was generated by another target"),
 ])
-def test_invalid_shard_lines(tmp_path, line, words):
+def test_invalid_shard_lines_raise_errors(tmp_path, line, message):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'
     shard = tmp_path / "a.jsonl"
     shard.write_text(good + good + '{"left_out": "too long"}\n')
-    rows, left_out = data.training_rows(data.read_shards([shard], 256, "this"), 100)
-    assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and left_out == {"too long": 1}
+    rows, skipped = data.training_rows(data.read_shards([shard], 256, "this"), 100)
+    assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and skipped == {"too long": 1}
     shard.write_text(good + line + "\n")
-    with pytest.raises(InputError, match=f"a.jsonl: line 2 {words}"):
+    with pytest.raises(InputError, match=f"a.jsonl: line 2 {message}"):
         data.read_shards([shard], 256, "this")
 
 
@@ -168,8 +174,8 @@ def test_no_prompt_is_both_held_out_and_trained_on():
     assert data.hold_out(rows[::-1])[0] == held_out[::-1]
 
 
-def test_estimate(golden, monkeypatch):
-    """Hours grow with text and weights, and without memory for features; τ is a measured one."""
+def test_estimated_hours_and_tau(golden, monkeypatch):
+    """Hours grow with tokens and weights, and without memory for features; τ stays within measured values."""
     config = json.loads((golden / "config.json").read_text())
     monkeypatch.setattr(estimate, "free_memory", lambda device: None)
     features = phase_hours(config, 1000, 256, 4, 1e9)["features"]
@@ -183,7 +189,7 @@ def test_estimate(golden, monkeypatch):
     assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e12)
 
 
-def test_estimate_needs_no_data(golden, capsys, monkeypatch):
+def test_estimate_runs_without_data(golden, capsys, monkeypatch):
     monkeypatch.setattr(train, "MEASUREMENT_SECONDS", 0.01)
     assert train.main(["--checkpoint", str(golden), "--estimate"]) == 0
     assert "4,000 conversations" in capsys.readouterr().out

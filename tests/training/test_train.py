@@ -1,4 +1,4 @@
-"""train.py from the command line on the golden target: heads learn, text is generated, files are written."""
+"""train.py from the command line on the golden target: data generation, training, resuming, output files."""
 import contextlib
 import itertools
 import json
@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, edit
 from helpers.launching import ONE_THREAD, Launch
-from helpers.training import log_of, loss_on, options, users
+from helpers.training import log_of, loss_on, options, user_messages
 from safetensors.torch import load_file, save_file
 
 import quantize
@@ -40,8 +40,8 @@ def last_line(capsys) -> str:
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[pytest.mark.expensive] * (kind != "eagle3")) for kind in TRAINED
 ])
-def test_heads_learn_are_written_and_decode(golden, trained, kind):
-    """Better than an untrained head on held-out text; the written head is lossless."""
+def test_trained_heads(golden, trained, kind):
+    """They are better than an untrained head on held-out rows, are lossless, and have a model card."""
     argv, folder = trained(kind)
     log = log_of(folder)
     assert sum("held_out" in row and row["tau"] >= 1 for row in log) == 6
@@ -51,18 +51,19 @@ def test_heads_learn_are_written_and_decode(golden, trained, kind):
     shape |= {name: getattr(head.args, name, None) for name in ("drafts", "markov_rank")}
     untrained = new_head(target, kind, head.draft_ids, HeadShape(**shape), 0)
     paths = data.shards_in(folder / "head-work" / "data")
-    rows, read = data.hold_out(data.training_rows(data.read_shards(paths, 320, identity(target)), 200)[0])
+    held_out, rows = data.hold_out(data.training_rows(data.read_shards(paths, 320, identity(target)), 200)[0])
     with torch.no_grad():
         objectives = (TRAINED[kind].objective(target, x, 4) for x in (head, untrained))
-        (loss, right, *_), (control, guessed, *_) = (loss_on(x, rows=rows) for x in objectives)
-    assert head.args.draft_window == max(len(row["ids"]) for row in read)
-    assert loss < 0.95 * control and right.sum() >= guessed.sum()
+        (loss, hits, *_), (untrained_loss, untrained_hits, *_) = (
+            loss_on(objective, rows=held_out) for objective in objectives)
+    assert head.args.draft_window == max(len(row["ids"]) for row in rows)
+    assert loss < 0.95 * untrained_loss and hits.sum() >= untrained_hits.sum()
     drafter, prompt = make_drafter(head, TreeShape(16, 3, 4)), list(b"u:question 3\na:")
-    texts = [
+    plain, drafted = (
         Engine(target, x, compile=False, max_seq_len=200).generate([prompt], Sampling(60))[0].ids
         for x in (None, drafter)
-    ]
-    assert texts[0] == texts[1]
+    )
+    assert plain == drafted
     files = sorted(p.name for p in (folder / "head").iterdir())
     assert files == ["README.md", "config.json", "model.safetensors"]
     card = (folder / "head" / "README.md").read_text()
@@ -70,16 +71,19 @@ def test_heads_learn_are_written_and_decode(golden, trained, kind):
     assert f"python train.py {' '.join(argv)}" in card
 
 
-def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_path, capsys, monkeypatch):
+def test_a_run_resumes_only_with_the_same_options_data_and_target(
+    golden, trained, tmp_path, capsys, monkeypatch
+):
+    """A finished run changes nothing and keeps other files in OUT."""
     argv, folder = trained("eagle3")
     shutil.copytree(folder, tmp_path / "run")
     argv = [word.replace(str(folder), str(tmp_path / "run")) for word in argv]
     head = tmp_path / "run" / "head"
     assert {len(row["held_out"]) for row in log_of(folder) if "held_out" in row} == {4}
-    before = (head / "model.safetensors").read_bytes()
+    content = (head / "model.safetensors").read_bytes()
     (head / "LICENSE").write_text("mine")
-    assert train.main(argv) == 0  # nothing is left to do
-    assert (head / "LICENSE").read_text() == "mine" and (head / "model.safetensors").read_bytes() == before
+    assert train.main(argv) == 0
+    assert (head / "LICENSE").read_text() == "mine" and (head / "model.safetensors").read_bytes() == content
     with monkeypatch.context() as patch:  # nothing is loaded
         patch.setattr("training.session.load_model", None)
         for option, value in (("lr", "2e-3"), ("--steps", "2"), ("--draft-vocab", "65")):
@@ -98,7 +102,8 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
 
 
 @pytest.mark.kernels
-def test_a_quantized_target_is_learned_from_as_it_decodes(golden, prompt_file, tmp_path):
+def test_training_on_a_quantized_target(golden, prompt_file, tmp_path):
+    """The head learns from the states that the target's kernels compute."""
     folder = tmp_path / "w8a8"
     assert quantize.main(["--checkpoint", str(golden), "--mode", "w8a8", "--out", str(folder)]) == 0
     assert train.main(options(folder, prompt_file, tmp_path, epochs=2, steps=2)) == 0
@@ -107,32 +112,34 @@ def test_a_quantized_target_is_learned_from_as_it_decodes(golden, prompt_file, t
     assert without_layers(target).output_layer.weight.equal(target.lm_head.dequantize(target.embed.dtype))
 
 
-def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
-    """Prompts and conversations that a strict template refuses are skipped; the run continues."""
+def test_prompts_synthesized_conversations_and_shards(golden, prompt_file, tmp_path, capsys, monkeypatch):
+    """Prompts and synthesized conversations are mixed, and read back as shards. Conversations that the chat
+    template rejects are skipped.
+    """
     monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH_BACKEND)
-    target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    target = shutil.copytree(golden, tmp_path / "target")
+    rejection = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
     edit(target, stop_ids=[ord("\n")])
     tokenizer = json.loads((target / "tokenizer_config.json").read_text())
-    tokenizer["chat_template"] = refusal + tokenizer["chat_template"]
+    tokenizer["chat_template"] = rejection + tokenizer["chat_template"]
     (target / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    refused = [{"role": "system", "content": "s"}, *users("u")]
+    rejected = [{"role": "system", "content": "s"}, *user_messages("u")]
     prompts, openings = tmp_path / "p.jsonl", tmp_path / "openings.txt"
-    prompts.write_text(f'{prompt_file.read_text()}{json.dumps({"messages": refused})}\n{{"prompt": ""}}\n')
+    prompts.write_text(f'{prompt_file.read_text()}{json.dumps({"messages": rejected})}\n{{"prompt": ""}}\n')
     openings.write_text("Write \n\nSum\n")
-    text = {"openings": openings, "synthesize": 24}
-    assert train.main([*options(target, prompts, tmp_path, **text), "--collect-only"]) == 0
-    text = {"shards": tmp_path / "head-work" / "data", "synthesize": 0}
-    assert train.main([*options(target, None, tmp_path / "again", **text), "--collect-only"]) == 0
-    error = capsys.readouterr().err
-    first, again = (line for line in error.splitlines() if " conversations (" in line)
-    assert all(f"{source} " in first for source in ("prompts", "synthesized"))
-    assert first.split(" ")[0] == again.split(" ")[0]  # the same text, read back
-    for words in "skipped 1 conversation: rejected by the chat template (", "1 conversation: empty":
-        assert words in error, error
+    source = {"openings": openings, "synthesize": 24}
+    assert train.main([*options(target, prompts, tmp_path, **source), "--collect-only"]) == 0
+    source = {"shards": tmp_path / "head-work" / "data", "synthesize": 0}
+    assert train.main([*options(target, None, tmp_path / "again", **source), "--collect-only"]) == 0
+    err = capsys.readouterr().err
+    generated, read_back = (line for line in err.splitlines() if " conversations (" in line)
+    assert all(f"{name} " in generated for name in ("prompts", "synthesized"))
+    assert generated.split(" ")[0] == read_back.split(" ")[0]  # equal numbers of conversations
+    for message in "skipped 1 conversation: rejected by the chat template (", "1 conversation: empty":
+        assert message in err, err
 
 
-# -- runs that stop go on exactly, on one process or several, also after kill -9 -----------------------------
+# -- interrupted runs resume exactly, on one process or several, also after SIGKILL --------------------------
 
 
 # train.py that saves its state after every step.
@@ -147,38 +154,40 @@ def weights(folder: Path) -> dict:
 
 
 def test_a_killed_run_resumes_exactly(golden, prompt_file, tmp_path, capsys):
-    """kill -9 at any moment; log and head equal those of an uninterrupted run."""
-    asked = {"epochs": 8, "validate-prompts": 0, "batch-tokens": 200}
-    assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", **asked)) == 0
-    argv = options(golden, prompt_file, tmp_path / "broken", **asked)
-    log = tmp_path / "broken" / "head-work" / "log.jsonl"
+    """After SIGKILL during training, log and head equal those of an uninterrupted run."""
+    settings = {"epochs": 8, "validate-prompts": 0, "batch-tokens": 200}
+    assert train.main(options(golden, prompt_file, tmp_path / "uninterrupted", **settings)) == 0
+    argv = options(golden, prompt_file, tmp_path / "killed", **settings)
+    log = tmp_path / "killed" / "head-work" / "log.jsonl"
     run = subprocess.Popen([sys.executable, "-c", SAVING, *argv], cwd=ROOT, env=ONE_THREAD,
                            stderr=subprocess.DEVNULL)
-    limit = time.time() + 300
+    deadline = time.time() + 300
     while not (log.exists() and len(log.read_text().splitlines()) >= 8):
-        assert run.poll() is None and time.time() < limit
+        assert run.poll() is None and time.time() < deadline
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert not (tmp_path / "broken" / "head").exists()
+    assert not (tmp_path / "killed" / "head").exists()
     assert train.main(argv) == 0 and "resumed at step" in capsys.readouterr().err
-    assert log_of(tmp_path / "broken") == log_of(tmp_path / "undisturbed")
-    a, b = (weights(tmp_path / name) for name in ("undisturbed", "broken"))
+    assert log_of(tmp_path / "killed") == log_of(tmp_path / "uninterrupted")
+    a, b = (weights(tmp_path / name) for name in ("uninterrupted", "killed"))
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_time_limited_run(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    """Ends in time, with the learning rate decayed, although it was interrupted."""
+    """An interrupted run with --minutes ends in time, with the learning rate decayed. Larger --minutes resume
+    it.
+    """
     ticks = itertools.count()
 
     def monotonic() -> float:
-        """Advance three seconds per call, with two calls for most steps. Ctrl-C comes in the fifth step."""
+        """Advance three seconds per call; most steps have two calls. Raise Ctrl-C in the fifth step."""
         if (tick := next(ticks)) == 14:
             raise KeyboardInterrupt
         return 3.0 * tick
 
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
-    for module in train, session, collector:  # the text takes no time
+    for module in train, session, collector:  # data generation takes no time
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(session, "time_limit", lambda *_: contextlib.nullcontext())  # kernels may be compiled
     monkeypatch.setattr(session, "LOW_TAU", 9.0)
@@ -188,16 +197,16 @@ def test_time_limited_run(golden, prompt_file, tmp_path, monkeypatch, capsys):
     assert train.main(argv) == 0
     rates = [entry["lr"] for entry in log_of(tmp_path) if "loss" in entry]
     assert len(rates) == 7 and rates[-1] == pytest.approx(0.1 * 1e-3) and max(rates) > 0.5e-3
-    assert "tau" in log_of(tmp_path)[-1]  # of the epoch that was cut short
+    assert "tau" in log_of(tmp_path)[-1]  # also for an incomplete epoch
     assert "warning: acceptance length" in capsys.readouterr().err
     assert train.main(argv) == 0 and "--minutes 1: used up; raise it" in capsys.readouterr().err
     argv[-1] = "2"
-    assert argv[-2] == "--minutes" and train.main(argv) == 0  # more minutes go on
+    assert argv[-2] == "--minutes" and train.main(argv) == 0
     assert len([entry for entry in log_of(tmp_path) if "loss" in entry]) > 12
     monkeypatch.undo()
 
     def load(*_) -> None:
-        with contextlib.suppress(Exception):  # as where kernels are compiled
+        with contextlib.suppress(Exception):  # as while kernels are compiled
             time.sleep(60)
 
     monkeypatch.setattr(session, "load_model", load)
@@ -208,18 +217,18 @@ def test_time_limited_run(golden, prompt_file, tmp_path, monkeypatch, capsys):
     assert "--minutes 1e-09: this model needs at least 1 on this machine" in capsys.readouterr().err
 
 
-def test_each_phase_prints_a_line_before_its_work(golden, prompt_file, tmp_path, monkeypatch, capsys):
+def test_each_phase_logs_a_line_before_it_starts(golden, prompt_file, tmp_path, monkeypatch, capsys):
     printed = {}
 
-    def watch(owner, name: str) -> None:
-        work = getattr(owner, name)
+    def record_output_before(owner, name: str) -> None:
+        function = getattr(owner, name)
 
-        def watched(*arguments, **options):
+        def recording(*arguments, **options):
             new = capsys.readouterr().err
             printed.setdefault(name, new)
-            return work(*arguments, **options)
+            return function(*arguments, **options)
 
-        monkeypatch.setattr(owner, name, watched)
+        monkeypatch.setattr(owner, name, recording)
 
     phases = {
         "load_model": (session, "loading "), "step": (Engine, "data |"),
@@ -228,7 +237,7 @@ def test_each_phase_prints_a_line_before_its_work(golden, prompt_file, tmp_path,
         "_held_out_accuracy": (trainer.Trainer, "validating |"),
     }
     for name, (owner, _) in phases.items():
-        watch(owner, name)
+        record_output_before(owner, name)
     assert train.main(options(golden, prompt_file, tmp_path)) == 0
     assert list(printed) == list(phases)
     for name, (_, line) in phases.items():
@@ -236,11 +245,11 @@ def test_each_phase_prints_a_line_before_its_work(golden, prompt_file, tmp_path,
 
 
 def test_interrupted_generation_keeps_its_time_budget(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    """Text generation gets half of the remaining minute. Each run takes 20 seconds before Ctrl-C."""
-    clock, left = SimpleNamespace(now=100.0), []
+    """Data generation gets half of the remaining minute. Each run takes 20 seconds before Ctrl-C."""
+    clock, budgets = SimpleNamespace(now=100.0), []
 
     def write(_, deadline: float, training_seconds: float) -> None:
-        left.append(deadline - clock.now)
+        budgets.append(deadline - clock.now)
         clock.now += 20
         raise KeyboardInterrupt
 
@@ -250,20 +259,20 @@ def test_interrupted_generation_keeps_its_time_budget(golden, prompt_file, tmp_p
     argv = options(golden, prompt_file, tmp_path, minutes=1)
     with monkeypatch.context() as patch:
         patch.setattr(collector.Collector, "write", write)
-        assert [train.main(argv) for _ in range(3)] == [130] * 3 and left == [30, 20, 10]
+        assert [train.main(argv) for _ in range(3)] == [130] * 3 and budgets == [30, 20, 10]
     clock.now += 1000  # between the runs
     assert train.main(argv) == 1
     assert "or --minutes 1 ended before they were generated: raise it" in last_line(capsys)
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_target(golden, prompt_file, tmp_path):
-    """Text and head equal those of one process with the whole target."""
-    run = {"epochs": 1, "batch-tokens": 200, "decode-batch": 4, "max-new-tokens": 16, "synthesize": 2}
+def test_two_ranks_with_a_sharded_target(golden, prompt_file, tmp_path):
+    """Data, log and head equal those of one process."""
+    settings = {"epochs": 1, "batch-tokens": 200, "decode-batch": 4, "max-new-tokens": 16, "synthesize": 2}
     one, two = tmp_path / "one", tmp_path / "two"
-    assert train.main(options(golden, prompt_file, one, **run)) == 0
-    argv = ["train.py", *options(golden, prompt_file, two, **run), "--shard-target"]
-    codes, printed = Launch(argv, machines=1, each=2).end()
+    assert train.main(options(golden, prompt_file, one, **settings)) == 0
+    argv = ["train.py", *options(golden, prompt_file, two, **settings), "--shard-target"]
+    codes, printed = Launch(argv, machines=1, per_machine=2).wait()
     assert codes == [0], printed
     a, b = (sorted(p.read_text() for p in (x / "head-work/data").iterdir()) for x in (one, two))
     assert sorted(a[0].splitlines()) == sorted(b[0].splitlines()) and len(b) == 1
@@ -275,21 +284,22 @@ def test_two_processes_share_a_target(golden, prompt_file, tmp_path):
 
 
 @pytest.mark.expensive
-def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_file, tmp_path):
-    """Two machines with one process each, one of which is killed during training; then two processes resume.
-    Text, losses, gradient norms (which Adam would hide) and the head agree with one process.
+def test_two_ranks_have_the_data_and_gradients_of_one(golden, prompt_file, tmp_path):
+    """Two machines train with one rank each; one rank is killed, and two ranks on one machine resume.
+
+    Data, losses, gradient norms (Adam hides their scale) and the head agree with one process.
     """
-    run = {"epochs": 3, "batch-tokens": 200, "decode-batch": 1, "max-new-tokens": 16, "synthesize": 4}
+    settings = {"epochs": 3, "batch-tokens": 200, "decode-batch": 1, "max-new-tokens": 16, "synthesize": 4}
     one, two = tmp_path / "one", tmp_path / "two"
-    assert train.main(options(golden, prompt_file, one, **run)) == 0
-    argv = options(golden, prompt_file, two, **run)
+    assert train.main(options(golden, prompt_file, one, **settings)) == 0
+    argv = options(golden, prompt_file, two, **settings)
     script = tmp_path / "saving.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SAVING}\n")
-    launch, log = Launch([str(script), *argv], machines=2, each=1), two / "head-work" / "log.jsonl"
+    launch, log = Launch([str(script), *argv], machines=2, per_machine=1), two / "head-work" / "log.jsonl"
     launch.kill_one(lambda: log.exists() and log.read_text().count("\n") > 2)
-    codes, _ = launch.end()
+    codes, _ = launch.wait()
     assert all(codes) and not (two / "head").exists()
-    codes, printed = Launch(["train.py", *argv], machines=1, each=2).end()
+    codes, printed = Launch(["train.py", *argv], machines=1, per_machine=2).wait()
     assert codes == [0] and "resumed at step" in printed, printed
     a, b = (sorted("".join(p.read_text() for p in (x / "head-work/data").iterdir()).splitlines())
             for x in (one, two))
@@ -306,7 +316,7 @@ def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_fil
         torch.testing.assert_close(a[name].float(), b[name].float(), rtol=0.02, atol=2e-3)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(golden, prompt_file, tmp_path, capsys):
+def test_a_nan_loss_ends_the_run(golden, prompt_file, tmp_path, capsys):
     changes = {"validate-prompts": 0, "batch-tokens": 200, "synthesize": 0, "lr": 1e6, "epochs": 9}
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 1
     assert "gradient norm nan; train with a smaller --lr" in capsys.readouterr().err.splitlines()[-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import GOLDEN
 from helpers.ahead_of_time import expensive
-from helpers.decoding import Trace, ids, plain, prompts, speculative, watched
+from helpers.decoding import Trace, draft_steps, ids, plain, prompts, speculative
 from helpers.drafters import NAMES, make_drafter, small_models
 
 from checkpoint.load import class_of, load_head, load_model
@@ -64,7 +64,7 @@ def test_golden_trace(golden, device, backend, path):
     target, head3, head1 = load(golden, device)
     backend.prepare(target, head3, head1)
     trace, head = Trace(path), head3 if path.stem.startswith("eagle3") else head1
-    steps = watched(speculative((target, head), trace.shape), trace.prompt, Sampling(trace.tokens))
+    steps = draft_steps(speculative((target, head), trace.shape), trace.prompt, Sampling(trace.tokens))
     trace.check([(known, draft.tokens, draft.parent) for known, draft in steps])
 
 
