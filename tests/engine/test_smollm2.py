@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 
-def test_text_of_the_demo_model():
-    """Stop ids, chat template and context length; speculative output equals plain output."""
+def test_demo_model_and_head():
+    """Stop ids, chat template and context length; speculative output equals plain output, with τ > 1.3."""
     config = json.loads((FOLDER / "config.json").read_text())
     assert set(config["stop_ids"]) == {0, 2} and config["max_seq_len"] == 8192
     plain = load(FOLDER, dtype="fp32", compile=False)
@@ -31,4 +31,4 @@ def test_text_of_the_demo_model():
         a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
         assert a.ids == b.ids
         taus.append(b.tau)
-    assert sum(taus) / 2 > 1.3, "the head drafts next to nothing"
+    assert sum(taus) / 2 > 1.3, taus
