@@ -40,44 +40,43 @@ EVERYTHING = {
 
 
 @pytest.fixture(scope="module")
-def asked(golden, models):
-    """Return (requests with every sampling option, their plain outputs, the engine options they need)."""
+def jobs_and_outputs(golden, models):
+    """Return ((prompt, sampling) of requests with every option, plain outputs, engine options they need)."""
     sampling_options = (*OPTIONS, EVERYTHING, EVERYTHING | {"temperature": 0.8})
     guided = [{"json_schema": SCHEMA}, {"json_schema": SCHEMA, "temperature": 1.0, "min_p": 0.01}]
-    made = requests(8, 1, sampling_options) + [
+    jobs = requests(8, 1, sampling_options) + [
         (prompt, Sampling(40, seed=i, **guided[i])) for i, prompt in enumerate(prompts(2, seed=31))
     ]
-    made += [(prompt, Sampling(30)) for prompt in PROMPTS[:2]]  # repetitive, so that lookup drafts
+    jobs += [(prompt, Sampling(30)) for prompt in PROMPTS[:2]]  # repetitive, so that lookup drafts
     target = load_target(golden, Runtime("cpu", compile=False))
     options = {"guide": target.guide, "stop_ids": target.config["stop_ids"]}
-    return made, alone(models, made, **options), options
+    return jobs, alone(models, jobs, **options), options
 
 
 @pytest.mark.parametrize("name", cases(SPECULATIVE))
-def test_in_pytorch(models, models1, asked, name):
-    """Requests that join and leave a batch of 3 at random get the output of plain decoding at batch size 1.
-    """
-    (made, expected, options), target = asked, models[0]
+def test_in_pytorch(models, models1, jobs_and_outputs, name):
+    """Requests that arrive at random in a batch of 3 get the output of plain decoding at batch size 1."""
+    (jobs, expected, options), target = jobs_and_outputs, models[0]
     drafter = make_drafter(name, *models, models1[1], lambda model: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False, **options)
-    check_outputs(decode(engine, made, random.Random(2)), expected, made)
+    check_outputs(decode(engine, jobs, random.Random(2)), expected, jobs)
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_a_stop_text_ends_text_and_tokens(golden, temperature):
+def test_a_stop_string_ends_text_and_tokens(golden, temperature):
     """At any position of the output, also in the middle of an accepted path."""
-    fast, inside = load(golden, "eagle3", tree=TreeShape(12, 3, 3), compile=False), False
+    llm, ends_in_step = load(golden, "eagle3", tree=TreeShape(12, 3, 3), compile=False), False
     settings = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True}
-    whole = fast.generate("hello there", **settings)
-    for at in range(1, len(whole.text) - 1):
-        stop = whole.text[at : at + 2]
-        found = fast.generate("hello there", stop=(stop, "never there"), logprobs=0, **settings)
-        before = whole.text[: whole.text.index(stop)]
-        assert (found.text, found.finish, found.stop) == (before, "stop", stop)
-        assert found.ids == whole.ids[: len(found.ids)] and fast.tokenizer.decode(found.ids) == before + stop
-        assert len(found.scores) == len(found.ids) == 1 + sum(found.accept_lengths)
-        inside |= found.accept_lengths != whole.accept_lengths[: len(found.accept_lengths)]
-    assert inside
+    whole = llm.generate("hello there", **settings)
+    for i in range(1, len(whole.text) - 1):
+        stop = whole.text[i : i + 2]
+        request = llm.generate("hello there", stop=(stop, "never there"), logprobs=0, **settings)
+        text, ids = whole.text[: whole.text.index(stop)], request.ids
+        assert (request.text, request.finish, request.stop) == (text, "stop", stop)
+        assert ids == whole.ids[: len(ids)] and llm.tokenizer.decode(ids) == text + stop
+        assert len(request.scores) == len(ids) == 1 + sum(request.accept_lengths)
+        ends_in_step |= request.accept_lengths != whole.accept_lengths[: len(request.accept_lengths)]
+    assert ends_in_step
 
 
 FULL_MODELS = "draft-model", "pard"  # drafters that are full models, not heads
@@ -85,8 +84,8 @@ FULL_MODELS = "draft-model", "pard"  # drafters that are full models, not heads
 
 @pytest.fixture(scope="module", params=("fp32", "bf16"))
 def on_kernels(request, golden):
-    """Return (make(name): an engine on the CPU kernels, with bfloat16 heads quantized to w8a8; plain
-    outputs).
+    """Return (make, plain outputs). make(name): an engine on the CPU kernels; bfloat16 heads are quantized to
+    w8a8.
     """
     llm = load(golden, device="cpu", dtype=request.param, **SIZES)
     target, (raw, _) = llm.target, load_model(golden, "cpu", llm.target.runtime.torch_dtype)
@@ -109,8 +108,8 @@ def on_kernels(request, golden):
 def test_on_the_kernels(on_kernels, name):
     make, expected = on_kernels
     engine = make(name)
-    for sampling, want in zip(([Sampling(40)] * 3, SAMPLED), expected):
-        check_outputs(ids(engine, PROMPTS, sampling), want, list(zip(PROMPTS, sampling)))
+    for samplings, outputs in zip(([Sampling(40)] * 3, SAMPLED), expected):
+        check_outputs(ids(engine, PROMPTS, samplings), outputs, list(zip(PROMPTS, samplings)))
 
 
 # Recurrent state, MoE, attention sinks, sliding windows, short convolutions, shared KV.
@@ -121,15 +120,15 @@ FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2-MoE", "Gemma 4
     pytest.param(name, marks=[pytest.mark.expensive] * (name != "Qwen3-Next")) for name in FAMILIES
 ])
 def family(request, tmp_path_factory):
-    """Return (target on the kernels, unpacked target, [EAGLE-3, EAGLE-1 head], requests, plain outputs)."""
-    made = tmp_path_factory.mktemp("family")
-    _, folder = converted(made, request.param, "fp32")
+    """Return (target on the kernels, unpacked target, [EAGLE-3, EAGLE-1 head], jobs, plain outputs)."""
+    work = tmp_path_factory.mktemp("family")
+    _, folder = converted(work, request.param, "fp32")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
     assert choose_backend("cpu").prepare(target)
-    heads = [load_head(head, target) for head in add_heads(made, folder, target.args.hidden_size)]
+    heads = [load_head(head, target) for head in add_heads(work, folder, target.args.hidden_size)]
     target.backend.prepare(*heads)
-    asked = requests(6, seed=5)  # greedy and sampled, longer than sliding windows and kernel blocks
-    return target, raw, heads, asked, alone((target, None), asked)
+    jobs = requests(6, seed=5)  # greedy and sampled, longer than sliding windows and kernel blocks
+    return target, raw, heads, jobs, alone((target, None), jobs)
 
 
 @pytest.mark.kernels
@@ -139,14 +138,14 @@ def family(request, tmp_path_factory):
     for name in SPECULATIVE
 ])
 def test_families(family, name):
-    """Like `test_in_pytorch`, on the CPU kernels and for every model family."""
-    target, raw, heads, asked, expected = family
+    """Like `test_in_pytorch`, on the CPU kernels and for model families of FAMILIES."""
+    target, raw, heads, jobs, expected = family
     if target.is_recurrent and name in FULL_MODELS:
-        return  # refused, see tests/checkpoint/test_families.py
+        return  # not supported, see tests/checkpoint/test_families.py
     model = target if name in FULL_MODELS else raw
     drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
-    check_outputs(decode(engine, asked, random.Random(1)), expected, asked)
+    check_outputs(decode(engine, jobs, random.Random(1)), expected, jobs)
 
 
 QUICK = {
@@ -190,37 +189,39 @@ def test_quantized_families(tmp_path, name, mode, kind):
         assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(folder), *options]) == 0
     target = load_target(folder, Runtime("cpu", kv="int8" if mode == "bf16" else "auto"))
     assert target.model.runs_on_backend
-    asked = requests(6, seed=5)
-    expected = alone((target.model, None), asked, stop_ids=target.config["stop_ids"])
+    jobs = requests(6, seed=5)
+    expected = alone((target.model, None), jobs, stop_ids=target.config["stop_ids"])
     engine = target.engine(DraftOptions(kind, tree=TreeShape(8, 2, 3)), batch=3, max_seq_len=300)
-    check_outputs(decode(engine, asked, random.Random(1)), expected, asked)
+    check_outputs(decode(engine, jobs, random.Random(1)), expected, jobs)
 
 
-# -- over caches in fp8 (PyTorch) and in int8 (kernels) -----------------------------------------------------
+# -- KV caches in fp8 (PyTorch) and in int8 (kernels) -------------------------------------------------------
 
 
 PROMPT = [256, *b"Once upon a time there was a lighthouse keeper"]
 
 
-@pytest.mark.parametrize("kv, kind, dtype", [
+@pytest.mark.parametrize("kv, cache_type, dtype", [
     ("fp8", Float8Caches, "bf16"), pytest.param("fp8", Float8Caches, "fp32", marks=pytest.mark.slow),
     *(pytest.param("int8", Int8Caches, dtype, marks=pytest.mark.kernels) for dtype in ("bf16", "fp32")),
 ])
-def test_speculative_equals_plain(golden, kv, kind, dtype):
-    """Three requests in a batch of two, one of them sampled, over two blocks of cache slots, with accepted
-    paths that leave gaps.
+def test_with_quantized_caches(golden, kv, cache_type, dtype):
+    """Three requests in a batch of two, one sampled, longer than a block of cache slots, with accepted paths
+    whose nodes are not adjacent.
     """
     target = load_target(golden, Runtime("cpu", dtype, compile=kv == "int8", kv=kv))
     plain = target.engine(DraftOptions(), max_seq_len=130)
-    fast = target.engine(DraftOptions("eagle3", tree=TreeShape(12, 2, 4)), batch=2, max_seq_len=130)
-    assert type(fast.runner.caches) is kind
-    given, sampling = [PROMPT, PROMPT[3:], [*PROMPT, 65]], [Sampling(70 - i, i % 2, seed=i) for i in range(3)]
+    engine = target.engine(DraftOptions("eagle3", tree=TreeShape(12, 2, 4)), batch=2, max_seq_len=130)
+    assert type(engine.runner.caches) is cache_type
+    inputs, samplings = (
+        [PROMPT, PROMPT[3:], [*PROMPT, 65]], [Sampling(70 - i, i % 2, seed=i) for i in range(3)])
     requests: list[Request] = []
-    events = [*fast.run(given, sampling, requests, watch=True)]
-    wanted = [plain.generate([prompt], one)[0].ids for prompt, one in zip(given, sampling)]
-    check_outputs([request.ids for request in requests], wanted, list(zip(given, sampling)))
+    events = [*engine.run(inputs, samplings, requests, watch=True)]
+    jobs = list(zip(inputs, samplings))
+    expected = [plain.generate([prompt], sampling)[0].ids for prompt, sampling in jobs]
+    check_outputs([request.ids for request in requests], expected, jobs)
     paths = [event.draft.path[: len(event.ids)] for event in events if event.draft]
-    assert any(b - a > 1 for path in paths for a, b in pairwise(path))  # what is moved is not side by side
+    assert any(b - a > 1 for path in paths for a, b in pairwise(path))
     assert requests[2].cached == len(PROMPT) - 1
 
 
