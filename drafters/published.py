@@ -7,14 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from common.names import program
-from drafters.estimate import (
-    CONVERSATIONS,
-    EPOCHS,
-    MAX_ANSWER_TOKENS,
-    active_weights,
-    measured_flops,
-    phase_hours,
-)
+from drafters import estimate
 from engine.target import Runtime
 
 # heads: ids on the Hugging Face hub, by layers, hidden size and vocabulary of their target. Several models
@@ -36,7 +29,7 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
                     for head in names)
     else:
         yield "  a published head: none known for this shape"
-    name, size = str(config.get("name", checkpoint.name)).lower(), active_weights(config, 0)[0]
+    name, size = str(config.get("name", checkpoint.name)).lower(), estimate.active_weights(config, 0)[0]
     small = next((model for part, model in TABLES["siblings"].items() if part in name), None)
     if small and small[1] <= MAX_DRAFT_SIZE * size:
         yield f"  a draft model of the same family: --draft {small[0]}"
@@ -44,8 +37,8 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
         yield ("  a draft model: none known of at most a third of its size;"
                " --draft takes any model with the same vocabulary")
     openings = OPENINGS.relative_to(Path.cwd()) if OPENINGS.is_relative_to(Path.cwd()) else OPENINGS
-    flops = measured_flops(Runtime().device_name)
-    hours = sum(phase_hours(config, CONVERSATIONS, MAX_ANSWER_TOKENS, EPOCHS, flops).values())
+    flops = estimate.measured_flops(Runtime().device_name)
+    hours = sum(estimate.phase_hours(config, estimate.CONVERSATIONS, estimate.MAX_ANSWER_TOKENS, estimate.EPOCHS, flops).values())
     yield (f"  train a head, about {hours:.1f} hours on this machine: {program('train')}"
-           f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}"
+           f" --checkpoint {quote(str(checkpoint))} --synthesize {estimate.CONVERSATIONS}"
            f" --openings {quote(str(openings))} --out {quote(f'runs/{checkpoint.name}')}")

@@ -85,26 +85,26 @@ def convert_published(folder: Path, name: str, dtype: str = "keep") -> Path:
 
 def published_head(name: str, target) -> tuple[dict, dict]:
     """Return (tensors, config) of a tiny random head with the config of a published one."""
-    _, label, whole = HEADS[name]
-    draft, a = 90 if "draft_vocab_size" in whole else None, target.args
+    _, label, original = HEADS[name]
+    draft, a = 90 if "draft_vocab_size" in original else None, target.args
     if label == "eagle3-gemma4":
         ids = list(range(1, a.num_layers - 1, 2))
-        tensors, made = make_head(
+        tensors, tiny = make_head(
             "eagle3", draft=a.vocab_size, vocab=a.vocab_size, hidden=a.hidden_size, target=a.hidden_size,
             kv=1, aux=len(ids), qk_norm=True, first="layers.0.", **GEMMA4_LAYER)
-        made |= {"target_layer_ids": ids, "num_target_layers": a.num_layers}
+        tiny |= {"target_layer_ids": ids, "num_target_layers": a.num_layers}
     else:
-        tensors, made = published(label, target, draft=draft)
+        tensors, tiny = published(label, target, draft=draft)
     sizes = {key: value for key, value in (
-        made | made.get("dflash_config", {}) | {"draft_vocab_size": draft}).items() if key in OF_HEADS}
+        tiny | tiny.get("dflash_config", {}) | {"draft_vocab_size": draft}).items() if key in OF_HEADS}
 
-    def sized(config: dict) -> dict:
-        found = {key: sizes.get(key, value) for key, value in config.items()}
-        found |= {key: sized(value) for key, value in config.items() if isinstance(value, dict)}
+    def resized(config: dict) -> dict:
+        new = {key: sizes.get(key, value) for key, value in config.items()}
+        new |= {key: resized(value) for key, value in config.items() if isinstance(value, dict)}
         if "layer_types" in config:
-            found["layer_types"] = config["layer_types"][-made["num_hidden_layers"] :]
+            new["layer_types"] = config["layer_types"][-tiny["num_hidden_layers"] :]
         if "aux_hidden_state_layer_ids" in config:
-            found["aux_hidden_state_layer_ids"] = [i + 1 for i in sizes["target_layer_ids"]]
-        return found
+            new["aux_hidden_state_layer_ids"] = [i + 1 for i in sizes["target_layer_ids"]]
+        return new
 
-    return tensors, sized(whole)
+    return tensors, resized(original)
