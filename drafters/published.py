@@ -38,7 +38,8 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
                " --draft takes any model with the same vocabulary")
     openings = OPENINGS.relative_to(Path.cwd()) if OPENINGS.is_relative_to(Path.cwd()) else OPENINGS
     flops = estimate.measured_flops(Runtime().device_name)
-    hours = sum(estimate.phase_hours(config, estimate.CONVERSATIONS, estimate.MAX_ANSWER_TOKENS, estimate.EPOCHS, flops).values())
+    run = estimate.CONVERSATIONS, estimate.MAX_ANSWER_TOKENS, estimate.EPOCHS
+    hours = sum(estimate.phase_hours(config, *run, flops).values())
     yield (f"  train a head, about {hours:.1f} hours on this machine: {program('train')}"
            f" --checkpoint {quote(str(checkpoint))} --synthesize {estimate.CONVERSATIONS}"
            f" --openings {quote(str(openings))} --out {quote(f'runs/{checkpoint.name}')}")
