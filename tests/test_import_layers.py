@@ -68,7 +68,7 @@ def test_import_layers():
     imports = {file: imports_of(file, files) for file in files}
     assert len(imports) > 100 and sum(map(len, imports.values())) > 300
     errors = [f"{file}: unknown package" for file in files if package_of(file) not in LAYER_OF]
-    for file, other in ((file, other) for file in imports for other in imports[file]):
+    for file, other in ((source, other) for source in imports for other in imports[source]):
         package, imported = package_of(file), package_of(other)
         if package == imported == "tests":
             errors.append(f"{file} -> {other}: move shared code to tests/helpers")
