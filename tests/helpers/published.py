@@ -95,11 +95,13 @@ def published_head(name: str, target) -> tuple[dict, dict]:
         tiny |= {"target_layer_ids": ids, "num_target_layers": a.num_layers}
     else:
         tensors, tiny = published(label, target, draft=draft)
+        if not original.get("enable_confidence_head", True):  # DFlash of DeepSpec
+            tensors = {n: t for n, t in tensors.items() if "markov" not in n and "confidence" not in n}
     sizes = {key: value for key, value in (
         tiny | tiny.get("dflash_config", {}) | {"draft_vocab_size": draft}).items() if key in OF_HEADS}
 
     def resized(config: dict) -> dict:
-        new = {key: sizes.get(key, value) for key, value in config.items()}
+        new = {key: sizes.get(key, value) if value else value for key, value in config.items()}
         new |= {key: resized(value) for key, value in config.items() if isinstance(value, dict)}
         if "layer_types" in config:
             new["layer_types"] = config["layer_types"][-tiny["num_hidden_layers"] :]
