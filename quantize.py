@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder, default_folder
-from checkpoint.folder import check_exact, check_out
+from checkpoint.folder import check_out, check_unquantized
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_config
 from checkpoint.quantizing import QuantizationPlan, compare, quantize_folder, text_ids
 from common.cli import Options, command, log_stderr
@@ -33,6 +33,9 @@ from engine.request import encode
 from engine.sampling import Sampling
 from extensions import HEADS
 from kernels.choose import choose_backend
+from kernels.cpu import CpuBackend
+from kernels.packed import PackedLinear
+from kernels.quantized import QuantizedLinear
 from kernels.scheme import GROUPS, INT4_MODES, LM_HEAD_MODES, MODES, Scheme, quantize_linears
 from tokens.tokenizer import Tokenizer
 
@@ -179,7 +182,7 @@ def run(o) -> None:
     check_replaceable("--out", str(out))
     if not ready:  # check first: converting takes long
         check_out(out, "target", o.force)
-        check_exact(o.checkpoint)
+        check_unquantized(o.checkpoint)
     source = Path(converted_folder(o.checkpoint, log_stderr))
     plans = make_plans(o, source, out)
     use_threads()
@@ -187,11 +190,16 @@ def run(o) -> None:
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
     is_target = plans[""].source_config["kind"] == "target"
     calibrated = is_target and o.mode in INT4_MODES and o.method != "nearest"
-    text, errors = calibration_text(o, calibrate, source, backend) if calibrated else None, {}
+    calibration_ids, errors = calibration_text(o, calibrate, source, backend) if calibrated else None, {}
+
+    def run_linear(layer: QuantizedLinear, x: Tensor) -> Tensor:
+        with backend.threads():
+            return PackedLinear(backend, layer, x.dtype)(x) if isinstance(backend, CpuBackend) else layer(x)
+
     # Target and heads are replaced together.
     with staging(out) as folder:
         for name, plan in plans.items():
-            errors[name] = quantize_folder(plan, folder / name, None if name else text, backend)
+            errors[name] = quantize_folder(plan, folder / name, None if name else calibration_ids, run_linear)
     for name in plans:
         report(source / name, out / name, errors[name])
     if ids is not None:

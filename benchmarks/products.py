@@ -41,7 +41,7 @@ def weights_of(o) -> list[Tensor]:
     target = ours.plain_modules(o.checkpoint, o.shape, dtype="bf16", device=o.device)
     linears = [m for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     if len(linears) < target.args.num_layers:
-        raise InputError(f"{o.checkpoint}: is quantized; name the checkpoint before quantization")
+        raise InputError(f"{o.checkpoint}: is quantized; pass the unquantized checkpoint")
     return [linear.weight for linear in linears] + [target.output_layer.weight]
 
 

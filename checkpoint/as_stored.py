@@ -12,6 +12,7 @@ from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
 from common.cli import log_stderr
+from common.errors import counted
 from kernels.quantized import EMBED, linear_names
 from kernels.scheme import AS_STORED, Scheme
 from kernels.stored import ROUNDED, Kind, regroup, round_groups
@@ -34,12 +35,12 @@ def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
             grouped = [_rounded(part) for part in planned.parts]
         rounded = [part for part, one in zip(planned.parts, grouped) if one is not part.grouped]
         rounded_types.update({part.quantized for part in rounded})
-        kinds[layers[planned.name]], more = _as_stored(layers[planned.name], planned, grouped)
-        tensors += more
+        kinds[layers[planned.name]], layer_tensors = _plan_layer(layers[planned.name], planned, grouped)
+        tensors += layer_tensors
     if rounded_types:
-        each = ", ".join(f"{count} in {name}" for name, count in rounded_types.items())
-        log_stderr(f"rounding to int8 in groups of {ROUNDED.group} inputs, as no kernel has these types:"
-                   f" {each}; --dtype bf16 dequantizes all")
+        counts = ", ".join(f"{counted(count, 'weight')} in {name}" for name, count in rounded_types.items())
+        log_stderr(f"rounding to int8 in groups of {ROUNDED.group} inputs, as no kernel supports:"
+                   f" {counts}; --dtype bf16 dequantizes all")
     if not kinds:
         return config, plan
     experts = config.get("quantization", {}).get("experts")
@@ -64,23 +65,23 @@ def _rounded(part: Entry) -> Grouped:
     return Grouped(ROUNDED, read)
 
 
-def _as_stored(layer: str, planned: Planned, grouped: list[Grouped]) -> tuple[str, list[Planned]]:
+def _plan_layer(layer: str, planned: Planned, grouped: list[Grouped]) -> tuple[str, list[Planned]]:
     """Return the kind of a layer's weight and its planned tensors."""
     kind: Kind = reduce(Kind.joined, (part.kind for part in grouped))
     sizes = kind.sizes(planned.shape[-1])
-    takes = [_read_once(partial(part.read, kind), len(sizes)) for part in grouped]
+    readers = [_read_once(partial(part.read, kind), len(sizes)) for part in grouped]
     order = [] if grouped[0].order is None else [
         Planned(f"{layer}.order", planned.shape[-1:], torch.int32, [
             Entry(planned.shape[-1:], torch.int32, lambda: grouped[0].order.int())])]
     return str(kind), order + [
         Planned(f"{layer}.{leaf}", (*planned.shape[:-1], columns), dtype, [
-            Entry((part.shape[0], columns), dtype, partial(take, i))
-            for part, take in zip(planned.parts, takes)], planned.sources)
+            Entry((part.shape[0], columns), dtype, partial(read, i))
+            for part, read in zip(planned.parts, readers)], planned.sources)
         for i, (leaf, (columns, dtype)) in enumerate(sizes.items())]
 
 
 def _read_once(read: Callable[[], tuple], count: int) -> Callable[[int], torch.Tensor]:
-    """Return a function that returns item i of read(), once each. read() runs on the first call."""
+    """Return a function of i that returns item i of `read`'s result and frees it; `read` runs once."""
     lock, items = threading.Lock(), []
 
     def take(i: int) -> torch.Tensor:

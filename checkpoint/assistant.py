@@ -21,12 +21,12 @@ GLOBAL_LAYER = {"attn_norm.weight": ["input_layernorm.weight"]} | name_table("ge
 
 
 def has_gemma4_layers(source: Source) -> bool:
-    """Return whether a head's layers are Gemma 4's global ones (DeepSpec)."""
+    """Return whether a head (DeepSpec) has Gemma 4's global layers."""
     return "Gemma4" in str(source.config.get("architectures"))
 
 
 def global_layer_fields(source: Source) -> dict:
-    """Return the fields of such a head's layers. Raises InputError."""
+    """Return the fields of a head with Gemma 4's global layers. Raises InputError."""
     fields = GEMMA4.read_fields(source, RecordedConfig(GEMMA4.config(source), source.config.read))
     if "windows" in fields:
         raise InputError(f"{source.path}: layer_types: Gemma 4's layers with a sliding window are not"
@@ -37,7 +37,7 @@ def global_layer_fields(source: Source) -> dict:
 
 
 def read_assistant(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
-    """Read an assistant. Raises InputError if its config is not supported, or if it does not fit."""
+    """Read an assistant. Raises InputError if its config is not supported or does not fit the target."""
     config, tensors = source.config, {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     text = GEMMA4.fields(replace(source, config=config.get("text_config") or {}))
     ordered = config.get("use_ordered_embeddings")

@@ -1,7 +1,7 @@
-"""The layouts of heads that draft blocks: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), and the
-first and the last as the speculators library writes them.
+"""The layouts of heads that draft blocks: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), and
+DFlash and DSpark of the speculators library.
 
-Tensors: "fc.weight", "hidden_norm.weight", "norm.weight", "layers.{i}.*" as of Qwen3; DSpark adds
+Tensors: "fc.weight", "hidden_norm.weight", "norm.weight", "layers.{i}.*" as in Qwen3; DSpark adds
 "markov_head.markov_w1|markov_w2|gate_proj", "confidence_head.proj" and copies of the target's embedding and
 lm_head. Configs number layers by their outputs (`target_layer_ids`), speculators by their inputs
 (`aux_hidden_state_layer_ids`).
@@ -29,23 +29,23 @@ COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
 def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read a DFlash or DSpark head.
 
-    Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
+    Raises InputError if the variant is not supported, or if its config lacks a setting that it needs.
     """
     path, flags = source.path, source.config
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     names = GEMMA4 if has_gemma4_layers(source) else BLOCK
-    usual = flags | {"tie_word_embeddings": False}
-    fields = global_layer_fields(source) if names is GEMMA4 else model_fields(path, usual)
+    untied = flags | {"tie_word_embeddings": False}
+    fields = global_layer_fields(source) if names is GEMMA4 else model_fields(path, untied)
     causal = [flags.get(key) for key in ("causal", "causal_head", "is_causal")]
-    ahead = flags.get("sliding_window_non_causal") or False in causal
+    non_causal = flags.get("sliding_window_non_causal") or False in causal
     fields |= layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "draft_window": flags.get("draft_window") or 0,
         "aux_layers": _aux_layers(source, flags, target, options),
         "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
         "causal": any(causal),
-        "windows_ahead": bool("windows" in fields and ahead),
+        "windows_ahead": bool("windows" in fields and non_causal),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, "own_mask": "mask_embedding" in tensors,
         "logit_factor": flags.get("output_multiplier", 1.0), **layouts.read_markov(source, flags, tensors),
@@ -58,7 +58,7 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
         fields |= _selector_sizes(path, tensors, fields["hidden_size"])
     fields["draft_vocab_size"] = draft_vocab_size(flags, tensors, fields["vocab_size"])
     if not flags.get("rope_is_neox_style", flags.get("is_neox_style", True)):
-        tensors = reordered(tensors, fields, neighbors=True)
+        tensors = reordered(tensors, fields, interleaved=True)
     return ReadHead(fields, names, tensors)
 
 
@@ -79,7 +79,7 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs, options: HeadOpt
     ids = flags.get(key)
     inputs = [*options.aux_layers] if options.aux_layers else [i + shift for i in ids or ()]
     if not inputs:
-        raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r}: say"
-                         " --aux-layers")
+        raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r};"
+                         " pass --aux-layers")
     layouts.reject_last_layer(source.path, f"{key} {ids}", inputs, target)
     return inputs

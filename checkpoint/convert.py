@@ -37,7 +37,7 @@ from checkpoint.load import (
 )
 from checkpoint.pard2 import read_projection
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
-from checkpoint.writer import Planned, fill
+from checkpoint.writer import Planned, write_checkpoint
 from common.cli import dtype_name, log_stderr
 from common.errors import InputError, counted, library_errors
 from common.schema import named
@@ -48,8 +48,8 @@ from tokens.files import ENCODERS, MERGES
 from tokens.tokenizer import Tokenizer
 
 VOCABULARY_MAPS = "d2t", "token_map", "t2d"  # tensors of heads
-Parts = dict[str, tuple[dict, list[Planned]]]  # subfolder: its config.json and its tensors
-# Buffers of old checkpoints; they are computed from the config.
+Parts = dict[str, tuple[dict, list[Planned]]]  # by subfolder: config.json and tensors
+# Buffers in old checkpoints that are computed from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
 
@@ -64,7 +64,7 @@ def convert(
     target: converted folder of the head's target; required for heads, rejected for targets.
     dtype: keep, bf16, fp16, fp32 or PyTorch's name. keep: the dtype of most of the source's weights;
     quantized weights of a target stay quantized.
-    options: settings that a head's files may not contain.
+    options: settings that a head's files may leave open.
     template: chat template for a target without one, see `tokens.convert: find_template`.
     force: replace `out` if it is a converted folder of the same kind; its subfolders (heads) stay.
 
@@ -74,7 +74,7 @@ def convert(
     cast_to = None if dtype == "keep" else getattr(torch, dtype_name(dtype))
     kind, source = identify(source, bool(target))
     if (kind == "target") == bool(target):
-        what = "no draft head; leave out --target" if target else "a draft head; add --target FOLDER"
+        what = "not a draft head; omit --target" if target else "a draft head; add --target FOLDER"
         raise InputError(f"{source.path}: is {what}")
     if target:
         out = Path(out or Path(target) / kind)
@@ -82,7 +82,7 @@ def convert(
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
-    weights = {tensor.name: math.prod(tensor.shape) for tensor in parts[""][1]}
+    num_weights = {tensor.name: math.prod(tensor.shape) for tensor in parts[""][1]}
     if not target and cast_to is None and any(entry.quantized for entry in source.tensors.values()):
         parts[""] = as_stored(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
@@ -95,17 +95,17 @@ def convert(
             config["stop_ids"] = [i for i in stop_ids if i < config["vocab_size"]]
         for part, (fields, tensors) in parts.items():
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
-            fill(folder / part, fields, tensors, quiet=quiet, where=str(source.path))
+            write_checkpoint(folder / part, fields, tensors, quiet=quiet, where=str(source.path))
     if not target:
         _warn(checkpoint, tokenizer, config)
     if not quiet:
-        what = config.get("architecture", config["kind"])
-        what += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
-        lm_head, size = weights.get("lm_head.weight", 0), sum(tensor.nbytes for tensor in plan)
-        lm_count = f" (lm_head {lm_head / 1e6:,.0f} million)" * bool(lm_head)
-        dtype = str(max(plan, key=lambda tensor: tensor.nbytes).dtype)[6:]  # not that of the draft ids
+        model = config.get("architecture", config["kind"])
+        model += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
+        lm_head, size = num_weights.get("lm_head.weight"), sum(tensor.nbytes for tensor in plan)
+        lm_head = f" (lm_head {lm_head / 1e6:,.0f} million)" if lm_head else ""
+        dtype = str(max(plan, key=lambda tensor: tensor.nbytes).dtype)[6:]  # draft ids have another dtype
         stored = "quantized as stored" if "quantization" in config else dtype
-        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million parameters{lm_count},"
+        print(f"wrote {out}: {model}, {sum(num_weights.values()) / 1e6:,.0f} million parameters{lm_head},"
               f" {stored}, {size / 1e9:,.2f} GB")
     return out
 
@@ -168,11 +168,11 @@ def converted_folder(
     if out.is_dir():
         other = read_config(out).get("source")
         if other != origin(checkpoint):
-            raise InputError(f"{out}: was converted from {other}; convert {checkpoint} with"
-                             " convert_checkpoint.py --out, into another folder, and name that")
+            raise InputError(f"{out}: was converted from {other}; convert {checkpoint} into another folder"
+                             " with convert_checkpoint.py --out, and pass that folder")
         files = path.iterdir() if path.is_dir() else [path]
-        written = (out / WEIGHTS).stat().st_mtime
-        stale = any(f.stat().st_mtime > written for f in files if f.is_file())
+        converted_at = (out / WEIGHTS).stat().st_mtime
+        stale = any(f.stat().st_mtime > converted_at for f in files if f.is_file())
     if stale or not out.is_dir():
         resolve_source(checkpoint)
         log(f"converting {checkpoint} into {out}")
@@ -182,7 +182,7 @@ def converted_folder(
 
 
 def origin(checkpoint: str | Path) -> str:
-    """Return what config.json of the converted folder has as `source`: absolute path, or hub id."""
+    """Return the `source` that a converted folder's config.json records: absolute path, or hub id."""
     return str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else str(checkpoint)
 
 
@@ -192,7 +192,7 @@ def _name(checkpoint: str | Path) -> str:
 
 
 def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
-    """Plan the conversion of a target: part name -> (config, tensors to write); "" is the target itself.
+    """Plan the conversion of a target: subfolder -> (config, tensors to write); "" is the target itself.
 
     dtype: of the written tensors; None: the dtype of most of the source's weights. Raises InputError if the
     config or a tensor does not fit.
@@ -211,21 +211,20 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
         names = names | read_projection(source, config, tensors)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
-        # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5
-        # uses it, so it may be dropped only if both are equal.
+        # Some files hold the tied matrix twice. transformers 4 ignores the second copy, transformers 5 uses
+        # it: drop it only if both are equal.
         copy, embed = tensors.pop(name), tensors.get(names["embed.weight"][0])
         if embed is None or copy.shape != embed.shape or not torch.equal(copy.read(), embed.read()):
-            raise InputError(f"{source.path}: tie_word_embeddings is true, yet there is an {name} that"
-                             " differs from the embedding; set it to false in config.json if that tensor is"
-                             " meant")
+            raise InputError(f"{source.path}: tie_word_embeddings is true, yet {name} differs from the"
+                             f" embedding; set it to false in config.json to use {name}")
     plan = plan_tensors(source, config, names, tensors, dtype, family.stacks)
     parts, (fields, tensors) = {"": (config, plan)}, family.mtp_layer(source, config)
     if tensors:
         try:
             mtp = plan_tensors(source, fields, mtp_names(names), tensors, plan[0].dtype, family.stacks)
             parts["mtp"] = fields, [planned_ids(torch.arange(config["vocab_size"])), *mtp]
-        except InputError as e:  # of an unknown kind
-            log_stderr(f"warning: the MTP layer is left out: {e}")
+        except InputError as e:  # the target works without it
+            log_stderr(f"warning: the MTP layer is not converted: {e}")
     return parts
 
 
@@ -274,10 +273,10 @@ def _equals_target(entry: Entry, target: Path, name: str) -> bool:
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return (target id of each draft id, ascending; its row in the file), both [Vd] int64.
+    """Return target ids of the draft ids, ascending, and their rows in the file, both [Vd] int64.
 
-    Source: `d2t` (offsets), `token_map` (vLLM: ids) or `t2d` (mask over target ids), in this order. If `t2d`
-    comes with another one, they must agree.
+    Source: `d2t` (offsets), `token_map` (vLLM: ids) or `t2d` (mask over target ids), in this order. `t2d`
+    must agree with the others. Raises InputError.
     """
     indices = torch.arange(draft_vocab)
     if "d2t" in maps:
@@ -292,8 +291,8 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
     if len(ids) != draft_vocab or (not maps and draft_vocab != vocab):
         raise InputError(f"{path}: no tensor d2t, token_map or t2d maps the {draft_vocab} draft ids")
     if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() == 0).any()):
-        raise InputError(f"{path}: {next(iter(maps))} gives ids twice, or outside the target's vocabulary"
-                         f" 0..{vocab - 1}")
+        raise InputError(f"{path}: {next(iter(maps))} has duplicate ids, or ids outside the target's"
+                         f" vocabulary 0..{vocab - 1}")
     if "t2d" in maps and not torch.equal(maps["t2d"].read().bool().nonzero()[:, 0], ids):
         raise InputError(f"{path}: t2d and {next(iter(maps))} contradict each other")
     return ids, order

@@ -22,7 +22,7 @@ from model import ModelArgs
 
 EAGLE = name_table("eagle")
 EAGLE1 = EAGLE | with_prefix(LAYER, "layer.", "layers.0.")
-EAGLE3_LAYER = name_table("eagle3_layer")  # the first
+EAGLE3_LAYER = name_table("eagle3_layer")  # of the first layer
 MIDLAYER = "midlayer."
 EAGLE3 = EAGLE | {"norm.weight": ["norm.weight"]} | with_prefix(EAGLE3_LAYER, "layer.", MIDLAYER)
 FIRST_LAYER = "layers.0."  # prefix of the first layer; SafeAILab and SGLang use MIDLAYER
@@ -30,7 +30,7 @@ AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> NameTable:
-    """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` states.
+    """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` hidden states.
 
     feature_norm: see `networks.eagle31.Eagle31Args`. first: the prefix of the first layer.
     """
@@ -46,11 +46,11 @@ def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> Nam
 
 
 def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
-    """Read an EAGLE head of any kind. The file decides about biases, norms and matrices of its own.
+    """Read an EAGLE head of any kind. Biases, norms and own matrices follow from the tensors.
 
     Raises InputError if the variant is not supported, or if an option is missing.
     """
-    tensors, config = _renamed(source), source.config
+    tensors, config = _unified_names(source), source.config
     first, lm_head = _first_layer_prefix(tensors), tensors.get("lm_head.weight")
     query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and heads:  # the file may have no head_dim, or a wrong one (Qwen)
@@ -76,16 +76,16 @@ def _first_layer_prefix(tensors: dict[str, Entry]) -> str:
     return MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST_LAYER
 
 
-def _renamed(source: Source) -> dict[str, Entry]:
+def _unified_names(source: Source) -> dict[str, Entry]:
     """Return the tensors by unified names: no prefix `model.` (vLLM), norms as in speculators, EAGLE-1
     as in SafeAILab's layout.
     """
-    renamed = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
-               "fusion_fc": "fc", "transformer": "layers.0"}
+    prefixes = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
+                "fusion_fc": "fc", "transformer": "layers.0"}
 
     def rename(name: str) -> str:
         first, dot, rest = name.removeprefix("model.").partition(".")
-        return renamed.get(first, first) + dot + rest
+        return prefixes.get(first, first) + dot + rest
 
     return {rename(name): entry for name, entry in source.tensors.items()}
 
@@ -121,8 +121,7 @@ def _read_eagle3(
         tensors["mask_hidden"] = mask.changed(Tensor.flatten, (math.prod(mask.shape),))
     for k in range(1, fields["num_layers"]):
         if norm := tensors.pop(f"layers.{k}.hidden_norm.weight", None):
-            # SGLang builds its further layers from the first one's class. It norms their input by
-            # `hidden_norm`, and never uses the other norm.
+            # SGLang norms the input of further layers by `hidden_norm` and ignores their other norm.
             tensors[f"layers.{k}.input_layernorm.weight"] = norm
     first = _first_layer_prefix(tensors)
     names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), first)
@@ -142,13 +141,13 @@ def _norm_before_residual(source: Source, flags: dict, options: HeadOptions) -> 
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
     if _of_speculators(source.config):
-        raise InputError(f"{source.path}: config has no norm_before_residual; give --norm-before-residual or"
+        raise InputError(f"{source.path}: config has no norm_before_residual; pass --norm-before-residual or"
                          " --no-norm-before-residual (try both, one drafts far better)")
     return False
 
 
 def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
-    """Return whether norm(h) is fed back.
+    """Return whether the next step reads norm(h) instead of h.
 
     `norm_output` means this in speculators and SGLang, not in SpecForge.
     """
@@ -158,7 +157,7 @@ def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
         return False
     if _of_speculators(source.config):
         return bool(flags["norm_output"])
-    raise InputError(f"{source.path}: norm_output differs between SGLang and SpecForge; give --recycle"
+    raise InputError(f"{source.path}: norm_output differs between SGLang and SpecForge; pass --recycle"
                      " normed or --recycle raw (try both, one drafts far better)")
 
 
@@ -167,28 +166,28 @@ def _aux_layers(
 ) -> tuple[int, ...]:
     """Return the target layers whose inputs feed the head.
 
-    Files disagree on whether an id names a layer's output or its input. Most start with the second
-    layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
-    speculators). Others need --aux-layers, unless an id is the number of layers.
+    An id names a layer's output in SGLang and SpecForge, its input in vLLM and speculators. Most heads start
+    with the second layer's output, so a first id of 1 means outputs, 2 means inputs. Others need
+    --aux-layers, unless an id is the number of layers.
     """
-    if inputs := head_config.get("aux_hidden_state_layer_ids"):  # of a GGUF file
+    if inputs := head_config.get("aux_hidden_state_layer_ids"):  # GGUF files
         return tuple(inputs)
     in_config = [part.get(AUX_KEY) for part in (head_config.get("eagle_config", {}), head_config)]
-    if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
+    if outputs := head_config.get("target_layer_ids"):  # DeepSpec
         inputs = [i + 1 for i in outputs]
         if not any(in_config):
             layouts.reject_last_layer(path, f"target_layer_ids {outputs}", inputs, target)
         return tuple(inputs)
-    readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
-    if len(readings) > 1:
-        raise InputError(f"{path}: {AUX_KEY} has two different values, {in_config}; give --aux-layers")
-    if readings:
-        return readings.pop()
+    by_key = {_as_inputs(path, ids, target) for ids in in_config if ids}
+    if len(by_key) > 1:
+        raise InputError(f"{path}: {AUX_KEY} has two different values, {in_config}; pass --aux-layers")
+    if by_key:
+        return by_key.pop()
     fc = tensors.get("fc.weight")
     states, rest = divmod(fc.shape[-1] if fc else 0, fields["target_hidden_size"])
-    if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
-        raise InputError(f"{path}: fc.weight takes {states} states of the target and the config does not name"
-                         " the layers; give --aux-layers")
+    if states != 3 and not rest:  # other widths are reported as a wrong shape
+        raise InputError(f"{path}: fc.weight reads {states} hidden states, and the config does not list"
+                         " the layers; pass --aux-layers")
     return eagle3_aux_layers(target.num_layers)
 
 
@@ -196,15 +195,15 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
     """Convert the layer ids of a config to layers whose inputs are read."""
     if ids[0] in (1, 2):
         return tuple(i + 2 - ids[0] for i in ids)
-    if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
+    if max(ids) == target.num_layers:  # no layer has that number, so ids are inputs
         return tuple(ids)
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
-    raise InputError(f"{path}: {AUX_KEY} {ids} is ambiguous; give --aux-layers {inputs} if these are"
+    raise InputError(f"{path}: {AUX_KEY} {ids} is ambiguous; pass --aux-layers {inputs} if these are"
                      f" layer inputs, {outputs} if outputs")
 
 
 def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers whose inputs feed an EAGLE-3 head unless its config says otherwise.
+    """Return the target layers whose inputs feed an EAGLE-3 head by default.
 
     Layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
     "outputs of layers 1, L//2-1, L-4".

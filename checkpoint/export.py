@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoint.configs import ACTIVATIONS
 from checkpoint.dense import KEYS, NameTable, parts_of
 from checkpoint.eagle_layouts import AUX_KEY, FIRST_LAYER, MIDLAYER, eagle3_names
-from checkpoint.folder import check_exact
+from checkpoint.folder import check_unquantized
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model, read_config
 from common.cli import Options, command
 from common.errors import InputError
@@ -28,11 +28,11 @@ from head import Head
 from networks.weights import own_state
 
 ARCHITECTURES = {"sglang": "LlamaForCausalLMEagle3", "speculators": "Eagle3Speculator"}  # by layout
-Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it: its config.json and tensors
+Published = tuple[dict, dict[str, Tensor]]  # config.json and tensors for other programs
 
 
 def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
-    """Return a head's own weights under published names. Raises InputError on weights without one."""
+    """Return a head's own weights under published names. Raises InputError if a weight has none."""
     tensors = {}
     for name, tensor in own_state(head).items():
         if name == "draft_ids":
@@ -40,32 +40,32 @@ def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
         try:
             parts = parts_of(names, head.args, name, tuple(tensor.shape))
         except KeyError:
-            raise InputError(f"weights {name} of this head have no place in a layout written here") from None
+            raise InputError(f"no layout supports weight {name} of this head") from None
         rows = [shape[0] for shape in parts.values()]
         tensors |= dict(zip(parts, tensor.split(rows)))
     return tensors
 
 
 def llama_config(head: Head) -> dict:
-    """Return the shape of a head's layers as transformers names it."""
+    """Return the shape of a head's layers under the keys of transformers."""
     a = head.args
     shape = {key: getattr(a, name) for name, (key, _) in KEYS.items()}
     shape["hidden_act"] = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == a.activation)
     if a.windows:
-        kinds = ["sliding_attention" if window else "full_attention" for window in a.windows]
-        shape |= {"use_sliding_window": True, "sliding_window": max(a.windows), "layer_types": kinds}
+        layer_types = ["sliding_attention" if window else "full_attention" for window in a.windows]
+        shape |= {"use_sliding_window": True, "sliding_window": max(a.windows), "layer_types": layer_types}
     if a.draft_window:
         shape["draft_window"] = a.draft_window
     return {"model_type": "llama", **shape, "torch_dtype": "bfloat16"}
 
 
-def write_eagle3(head: Head, layout: str, target: dict) -> Published:
-    """Write an EAGLE-3 head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
+def publish_eagle3(head: Head, layout: str, target: dict) -> Published:
+    """Return an EAGLE-3 head in a layout; norms before fc and EAGLE-3.1's flags need speculators."""
     a, speculators = head.args, layout == "speculators"
     options = {name: getattr(a, name, "") for name in CLASS_FIELDS["eagle3"]}  # of EAGLE-3.1
     for flag in ("norm_before_residual", "recycle_normed"):
         if options[flag] and not speculators:
-            raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
+            raise InputError(f"{flag} is not supported in the sglang layout; use --layout speculators")
     first, norm = (FIRST_LAYER, options["feature_norm"]) if speculators else (MIDLAYER, "")
     tensors = publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
     # Target id = draft id + d2t[draft id]; t2d marks the target ids that are drafted.
@@ -74,8 +74,8 @@ def write_eagle3(head: Head, layout: str, target: dict) -> Published:
     tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
     config = {"draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size}
     if a.aux_layers[0] != 2:
-        # The first id under the usual key tells readers whether it counts inputs or outputs, as if all heads
-        # started at layer 2. DeepSpec's key always counts outputs.
+        # Readers tell outputs from inputs by the first id under AUX_KEY, see `eagle_layouts`. DeepSpec's key
+        # always means outputs.
         config["target_layer_ids"] = [i - 1 for i in a.aux_layers]
     if speculators:
         return config | _speculators_config(head, options, target), tensors
@@ -87,7 +87,7 @@ def write_eagle3(head: Head, layout: str, target: dict) -> Published:
 def _speculators_config(head: Head, options: dict, target: dict) -> dict:
     """Return the keys of the speculators library. options: of EAGLE-3.1. target: its config.json."""
     a = head.args
-    # Targets converted before 2026-11-28 do not say their architecture.
+    # Targets converted before 2026-11-28 have no architecture key.
     classes = [target["architecture"]] if "architecture" in target else []
     proposal = {
         "proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0, "speculative_tokens": 5,
@@ -108,17 +108,17 @@ def _speculators_config(head: Head, options: dict, target: dict) -> dict:
 def export(head: Head, folder: str | Path, layout: str, target: dict) -> None:
     """Write an EAGLE-3 head as config.json and model.safetensors in bfloat16, without the target's weights.
 
-    Both files are replaced at once; other files of the folder stay. target: the target's config.json. Raises
+    Both files are replaced together; other files of the folder stay. target: the target's config.json. Raises
     InputError if the layout cannot hold this head, or if there is no space or no permission.
     """
-    config, tensors = write_eagle3(head, layout, target)
+    config, tensors = publish_eagle3(head, layout, target)
     config = {"architectures": [ARCHITECTURES[layout]], **config}
     for name, t in tensors.items():
         tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
-    with staging(Path(folder), kept=lambda old: True) as made:
-        # Not save_file, which makes a file that only its owner can read.
-        (made / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
-        (made / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    with staging(Path(folder), kept=lambda old: True) as staged:
+        # save_file would create a file that only its owner can read.
+        (staged / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (staged / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
 def parser() -> Options:
@@ -126,7 +126,7 @@ def parser() -> Options:
     p = Options(__doc__, prog="python -m checkpoint.export")
     add = p.add_argument
     add("--head", required=True, help="converted EAGLE-3 head")
-    p.add_checkpoint("the converted target it belongs to")
+    p.add_checkpoint("converted target of the head")
     add("--layout", choices=("sglang", "speculators"), default="sglang")
     add("--out", required=True)
     add("--force", action="store_true", help="replace the weights of an existing folder")
@@ -140,7 +140,7 @@ def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     if is_converted(o.out):
         raise InputError(f"--out {o.out}: holds a converted checkpoint; choose another folder")
-    check_exact(o.head, read_config(o.head, "eagle3", "--head"))
+    check_unquantized(o.head, read_config(o.head, "eagle3", "--head"))
     target, target_config = load_model(o.checkpoint)
     export(load_head(o.head, target), o.out, o.layout, target_config)
     print(f"wrote {o.out}")

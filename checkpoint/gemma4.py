@@ -20,15 +20,15 @@ ROPE = {
 def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
     """Return the config without the keys read here, and fields of ModelArgs. Raises InputError."""
     layers, rope = config.get("num_hidden_layers") or 0, rope_of(config) or ROPE
-    kinds = list(config.get("layer_types") or (
+    layer_types = list(config.get("layer_types") or (
         "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)))
-    if kinds:
-        kinds[-1] = "full_attention"
+    if layer_types:
+        layer_types[-1] = "full_attention"
     full = rope.get("full_attention") or {}
     if full.get("rope_type") not in ("proportional", "default", None) or full.get("factor", 1) != 1:
         raise InputError(f"{path}: RoPE {full} of full_attention is not supported; expected proportional")
-    of_layers = config.get("per_layer_config") or {}  # transformers 5 writes it in place of the next two keys
-    of_global = of_layers.get(str(kinds.index("full_attention")), {}) if kinds else {}
+    by_layer = config.get("per_layer_config") or {}  # transformers 5 writes it in place of the next two keys
+    of_global = by_layer.get(str(layer_types.index("full_attention")), {}) if layer_types else {}
     heads, shared = config.get("num_global_key_value_heads"), bool(config.get("attention_k_eq_v"))
     size = of_global.get("head_dim", config.get("global_head_dim", 512))
     fields = {
@@ -47,9 +47,9 @@ def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
             0, config.get("vocab_size")):
         raise InputError(f"{path}: vocab_size_per_layer_input other than vocab_size is not supported")
     sliding = rope.get("sliding_attention") or {}
-    plain = {kind: {"rope_theta": one.get("rope_theta")} for kind, one in (
+    bases = {name: {"rope_theta": rope.get("rope_theta")} for name, rope in (
         ("full_attention", full), ("sliding_attention", sliding))}
-    return config | {"layer_types": kinds, "rope_parameters": plain}, fields
+    return config | {"layer_types": layer_types, "rope_parameters": bases}, fields
 
 
 def without_unused(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
@@ -61,20 +61,20 @@ def without_unused(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[
 
 def from_gguf(path: Path, config: dict, get: Callable, tensors: dict, divisors: dict) -> dict:
     """Convert GGUF metadata to keys of a published config. get(key): a value of the metadata."""
-    kinds, by_layer = config["layer_types"], config["num_key_value_heads"]
-    local, full = map(kinds.index, ("sliding_attention", "full_attention"))
-    of_kind = by_layer if isinstance(by_layer, list) else [by_layer] * len(kinds)
-    inner = config["intermediate_size"]
-    inner = inner if isinstance(inner, list) else [inner]
-    numbers = divisors["divisors"].numbers() if divisors else torch.ones(1)  # 1, or infinite: not rotated
-    size, rotated = get("attention.key_length_swa"), numbers == 1
+    layer_types, kv_heads = config["layer_types"], config["num_key_value_heads"]
+    local, full = map(layer_types.index, ("sliding_attention", "full_attention"))
+    kv_heads = kv_heads if isinstance(kv_heads, list) else [kv_heads] * len(layer_types)
+    sizes = config["intermediate_size"]
+    sizes = sizes if isinstance(sizes, list) else [sizes]
+    values = divisors["divisors"].dequantize() if divisors else torch.ones(1)  # 1: rotated, 1e30: not
+    size, rotated = get("attention.key_length_swa"), values == 1
     swa = get("rope.dimension_count_swa", size), get("attention.value_length_swa", size)
-    if {*swa} != {size} or bool((~rotated & (numbers < 1e20)).any()):
-        raise InputError(f"{path}: RoPE of a part of local heads, or with other divisors, is not supported")
-    of_global = {"head_dim": config["head_dim"], "num_key_value_heads": of_kind[full]}
+    if {*swa} != {size} or bool((~rotated & (values < 1e20)).any()):
+        raise InputError(f"{path}: partial RoPE of local heads, or other divisors, are not supported")
+    of_global = {"head_dim": config["head_dim"], "num_key_value_heads": kv_heads[full]}
     return {
-        "head_dim": size, "num_key_value_heads": of_kind[local], "per_layer_config": {str(full): of_global},
-        "intermediate_size": min(inner), "use_double_wide_mlp": max(inner) > min(inner),
+        "head_dim": size, "num_key_value_heads": kv_heads[local], "per_layer_config": {str(full): of_global},
+        "intermediate_size": min(sizes), "use_double_wide_mlp": max(sizes) > min(sizes),
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
         "enable_moe_block": bool(config.get("num_experts")),
         "top_k_experts": config.get("num_experts_per_tok"), "rope_scaling": None,

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, and where their tensors are, read by the package gguf."""
+"""Read metadata and tensors of GGUF files with the package gguf."""
 from __future__ import annotations
 
 import struct
@@ -12,22 +12,22 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from checkpoint.gguf_types import FAST, TYPES, read_stored
-from common.errors import check_file, library_errors
+from common.errors import InputError, check_file, library_errors
 from kernels.stored import numbers
 
-UNSUPPORTED = "Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "F64"  # package gguf does not dequantize them
+UNSUPPORTED = "Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "F64"  # the package cannot dequantize them
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor. shape: outputs first. data: its bytes, [*shape[:-1], bytes of a row]."""
+    """One tensor. shape: outputs first. data [*shape[:-1], bytes per row] uint8."""
 
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     data: np.ndarray
 
-    def numbers(self, rows: slice = slice(None)) -> Tensor:
-        """Return rows in float32; integers of 64 bits unchanged."""
+    def dequantize(self, rows: slice = slice(None)) -> Tensor:
+        """Return these rows in float32, or in int64 if they are 64-bit integers."""
         if self.type.name == "I64":
             return torch.from_numpy(self.data[rows].view("<i8"))
         if self.type.name in FAST:
@@ -36,25 +36,29 @@ class GGUFTensor:
 
 
 class _Reader(GGUFReader):
-    """The package's reader, but an array is one part, not one for each entry: seconds for a vocabulary."""
+    """Read each metadata array as one part.
+
+    The package's reader makes one part per entry, which takes seconds for a vocabulary.
+    """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list[int], list]:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
-        at = orig_offs + 12
-        if kind != GGUFValueType.STRING:
-            found = self._get(at, self.gguf_scalar_to_np[kind], count).tolist()
-            at += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        end = orig_offs + 12
+        if item_type != GGUFValueType.STRING:
+            dtype = self.gguf_scalar_to_np[item_type]
+            items = self._get(end, dtype, count).tolist()
+            end += count * np.dtype(dtype).itemsize
         else:
-            found, content = [], memoryview(self.data)
+            items, content = [], memoryview(self.data)
             for _ in range(count):
-                (size,) = struct.unpack_from("<Q", content, at)
-                at += 8 + size
-                found.append(str(content[at - size : at], "utf-8"))
-        if at > len(self.data):
+                (size,) = struct.unpack_from("<Q", content, end)
+                end += 8 + size
+                items.append(str(content[end - size : end], "utf-8"))
+        if end > len(self.data):
             raise ValueError("an array reaches beyond the end of the file")
-        return at - orig_offs, [found], [0], [GGUFValueType.ARRAY]
+        return end - orig_offs, [items], [0], [GGUFValueType.ARRAY]
 
 
 def _value(field) -> object:
@@ -68,18 +72,19 @@ def _value(field) -> object:
 def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
     """Return the metadata by key and the tensors by name; their data are views of the mapped file.
 
-    Raises InputError if the file is missing, truncated or damaged.
+    Raises InputError if the file is missing, truncated or damaged, or if a tensor's type is not supported.
     """
     check_file(path)
     with library_errors(f"{path}: truncated or damaged"):
         reader = _Reader(path, "c")  # writable for PyTorch
-        end = reader.data_offset
+        expected = reader.data_offset
         for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
             if tensor.tensor_type.name in UNSUPPORTED:
-                raise ValueError(f"type {tensor.tensor_type.name} of a tensor is not supported")
-            if tensor.data_offset != end:
-                raise ValueError(f"tensor {tensor.name} begins at byte {tensor.data_offset}, expected {end}")
-            end += -(-tensor.n_bytes // reader.alignment) * int(reader.alignment)
+                raise InputError(f"{path}: tensor {tensor.name}: type {tensor.tensor_type.name} is not"
+                                 " supported")
+            if (start := tensor.data_offset) != expected:
+                raise ValueError(f"tensor {tensor.name} begins at byte {start}, expected {expected}")
+            expected += -(-tensor.n_bytes // reader.alignment) * int(reader.alignment)
         return {key: _value(field) for key, field in reader.fields.items()}, {
             one.name: GGUFTensor(one.tensor_type, tuple(one.shape.tolist()[::-1]), one.data.view(np.uint8))
             for one in reader.tensors}

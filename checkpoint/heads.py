@@ -25,9 +25,9 @@ MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.lay
 
 
 def identify(source: Source, is_head: bool) -> tuple[str, Source]:
-    """Return "target" or the kind of a head, and the tensors that belong to it. is_head: with --target.
+    """Return "target" or the kind of a head, and the source with only its tensors. is_head: with --target.
 
-    A Medusa-2 model is a target that carries heads.
+    A Medusa-2 checkpoint contains a target and its heads.
     """
     others = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
     has_layers = any(name.startswith("model.layers.") for name in others)
@@ -40,8 +40,8 @@ def kind_of(source: Source) -> str | None:
     """Return the kind of a head by its tensors and config, None for a target."""
     config, names = source.config, {name.removeprefix("model.") for name in source.tensors}
     classes = " ".join(map(str, config.get("architectures") or ()))
-    said = config.get("speculators_model_type")
-    kinds = f"{classes} {said} {config.get('model_type')}".lower()
+    library = config.get("speculators_model_type")
+    kinds = f"{classes} {library} {config.get('model_type')}".lower()
     if other := re.search("(mlp|lstm)_?speculator", kinds):
         raise InputError(f"{source.path}: {other[1].upper()} speculators are not supported; use another head")
     if "gemma4_assistant" in kinds or "gemma4_unified_assistant" in kinds:
@@ -52,39 +52,39 @@ def kind_of(source: Source) -> str | None:
         return "medusa"
     # P-EAGLE heads may have a Markov head too.
     markov = any(name.startswith("markov_head.") for name in names) and "mask_hidden" not in names
-    if said == "dspark" or "DSpark" in classes or markov:
+    if library == "dspark" or "DSpark" in classes or markov:
         return "dspark"
-    if said == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
+    if library == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
         return "dflash"
-    if said == "peagle" or "mask_hidden" in names or ("fc.weight" in names and any(
+    if library == "peagle" or "mask_hidden" in names or ("fc.weight" in names and any(
             config.get(key) is not None for key in ("pard_token", "ptd_token_id"))):
         return "p-eagle"
     norms = {"layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"}
-    if said == "eagle" or "EagleSpeculator" in classes:
+    if library == "eagle" or "EagleSpeculator" in classes:
         if config.get("layernorms") or "embedding_layernorm.weight" in names:
             raise InputError(f"{source.path}: EAGLE-1 heads with layernorms (HASS) are not supported")
         return "eagle"
-    if said not in (None, "eagle3"):
-        raise InputError(f"{source.path}: speculators of type {said!r} are not supported; use another head")
-    if said or config.get("draft_vocab_size") or norms & names:
+    if library not in (None, "eagle3"):
+        raise InputError(f"{source.path}: speculators type {library!r} is not supported; use another head")
+    if library or config.get("draft_vocab_size") or norms & names:
         return "eagle3"
     return "eagle" if "fc.weight" in names else None
 
 
 def read_layout(source: Source, target: ModelArgs, options: HeadOptions) -> ReadHead:
-    """Read all of a head but its embedding, lm_head and vocabulary map: those need the target's weights.
+    """Read a head, except its embedding, lm_head and vocabulary map, which need the target's weights.
 
-    Raises InputError if the variant is not supported, if the head was made for a target of another depth, or
-    if an option is missing.
+    Raises InputError if the variant is not supported, if the target has another number of layers, or if an
+    option is missing.
     """
-    depth = source.config.get("num_target_layers")
-    if depth is not None and depth != target.num_layers:
-        raise InputError(f"{source.path}: config: num_target_layers is {depth}, the target has"
+    layers = source.config.get("num_target_layers")
+    if layers is not None and layers != target.num_layers:
+        raise InputError(f"{source.path}: config: num_target_layers is {layers}, the target has"
                          f" {target.num_layers} layers")
     kind, config = kind_of(source), layouts.flat_config(source.config)
     head = HEAD_READERS[kind](replace(source, config=config), kind, target, options)
-    if config.read:  # not those of Medusa: all follows from tensors
+    if config.read:  # Medusa's configs are not read: tensors have all settings
         inner = {"text_config": 0} | config.get("text_config", {})  # read as that of a target
         own = RecordedConfig({k: v for k, v in config.items() if k not in inner}, config.read)
-        reject_unread(source.path, own, ("attention_bias", "num_local_experts"))  # tensors tell
+        reject_unread(source.path, own, ("attention_bias", "num_local_experts"))  # tensors determine these
     return head

@@ -16,12 +16,12 @@ from checkpoint.source import Entry
 from common.errors import InputError
 from model import ModelArgs
 
-DELTA = {  # keys -> fields of ModelArgs, and transformers' defaults
+DELTA = {  # config keys -> fields of ModelArgs, and transformers' defaults
     "linear_num_value_heads": ("delta_heads", 32), "linear_num_key_heads": ("delta_key_heads", 16),
     "linear_key_head_dim": ("delta_key_dim", 128), "linear_value_head_dim": ("delta_value_dim", 128),
     "linear_conv_kernel_dim": ("delta_taps", 4), "shared_expert_intermediate_size": ("shared_expert_size", 0),
 }
-EXPECTED = {  # other keys, and the values that we compute
+EXPECTED = {  # other keys, and their supported values
     "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,),
     "output_gate_type": ("swish", "silu"),
 }
@@ -43,15 +43,15 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
     for key, expected in EXPECTED.items():
         if config.get(key) not in (None, *expected):
             raise InputError(f"{path}: {key} {config[key]!r} is not supported for this model")
-    fields = {field: config.get(key, usual) for key, (field, usual) in DELTA.items()}
-    layers, kinds = config.get("num_hidden_layers") or 0, config.get("layer_types")
+    fields = {field: config.get(key, default) for key, (field, default) in DELTA.items()}
+    layers, types = config.get("num_hidden_layers") or 0, config.get("layer_types")
     period = config.get("full_attention_interval", 4)  # read even if unused, see `reject_unread`
-    if kinds is None:
-        kinds = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
-    if {*kinds} != {"full_attention", "linear_attention"} or len(kinds) != layers:
+    if types is None:
+        types = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
+    if {*types} != {"full_attention", "linear_attention"} or len(types) != layers:
         raise InputError(f"{path}: layer_types must be linear_attention or full_attention for each of"
-                         f" {layers} layers, and both among them")
-    fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
+                         f" {layers} layers; both are needed")
+    fields["delta_layers"] = [int(name == "linear_attention") for name in types]
     return config | {"layer_types": None}, fields
 
 
@@ -61,19 +61,19 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
     path: for errors. fields: of ModelArgs. tiled: value heads are tiled over key heads (GGUF).
     Raises InputError if a tensor has another number of rows.
     """
-    orders, found = _orders(path, fields, tiled), {}
+    orders, result = _orders(path, fields, tiled), {}
     for name, entry in tensors.items():
         stem, last = re.fullmatch(r"(.*?)((?:linear|self)_attn\..*)?", name, re.DOTALL).groups()
         if last == "linear_attn.out_proj.weight" and tiled:
             entry = entry.columns(orders["linear_attn.in_proj_z.weight"]["in_proj_z.weight"])
         if last not in orders:
-            found[name] = entry
+            result[name] = entry
             continue
         if entry.shape[0] != (rows := sum(map(len, orders[last].values()))):
             raise InputError(f"{path}: tensor {name} {list(entry.shape)}: expected {rows} rows")
         for new, order in orders[last].items():
-            found[f"{stem}{last.partition('.')[0]}.{new}"] = entry.rows(order)
-    return found
+            result[f"{stem}{last.partition('.')[0]}.{new}"] = entry.rows(order)
+    return result
 
 
 def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor]]:
@@ -82,9 +82,9 @@ def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor
     keys, values = fields["delta_key_heads"], fields["delta_heads"]
     key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
     if not keys or values % keys:
-        raise InputError(f"{path}: {values} value heads are no multiple of {keys} key heads")
+        raise InputError(f"{path}: {values} value heads are not a multiple of {keys} key heads")
 
-    rotary_order, straight = rotary_first(size, rotary), torch.arange(size)
+    rotary_order, unchanged = rotary_first(size, rotary), torch.arange(size)
     # Files interleave each key head with its value heads.
     sizes = key_dim, key_dim, values // keys * value_dim, values // keys * value_dim
     q, k, v, z = (each_head(keys, sum(sizes), rows) for rows in torch.arange(sum(sizes)).split(sizes))
@@ -92,7 +92,7 @@ def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor
     orders = {
         "self_attn.q_proj.weight": {
             "q_proj.weight": each_head(fields["num_heads"], 2 * size, rotary_order),
-            "gate_proj.weight": each_head(fields["num_heads"], 2 * size, size + straight)},
+            "gate_proj.weight": each_head(fields["num_heads"], 2 * size, size + unchanged)},
         "self_attn.k_proj.weight": {"k_proj.weight": each_head(fields["num_kv_heads"], size, rotary_order)},
         **{f"self_attn.{x}_norm.weight": {f"{x}_norm.weight": rotary_order} for x in "qk"},
         "linear_attn.in_proj_qkvz.weight": {
@@ -104,7 +104,7 @@ def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor
     # Move each value head next to its key head.
     heads = torch.arange(values).view(-1, keys).T.flatten()
     rows = (heads[:, None] * value_dim + torch.arange(value_dim)).flatten()
-    both = torch.cat((torch.arange(2 * keys * key_dim), 2 * keys * key_dim + rows))
+    qkv = torch.cat((torch.arange(2 * keys * key_dim), 2 * keys * key_dim + rows))
     untiled = dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"), heads) | {
-        "in_proj_z.weight": rows, "in_proj_qkv.weight": both, "conv1d.weight": both}
+        "in_proj_z.weight": rows, "in_proj_qkv.weight": qkv, "conv1d.weight": qkv}
     return orders | {f"linear_attn.{name}": {name: order} for name, order in untiled.items()}

@@ -1,12 +1,12 @@
 """Load our checkpoint folders: check a config.json, build its module, read the weights.
 
     DIR/config.json         format, kind ("target" or one of `extensions.HEADS`), the fields of ModelArgs or
-                            HeadArgs; `name`, `source`, `sha256` of the weights, for a target also `stop_ids`
-                            (all of them) and `bos_id` (or null)
+                            HeadArgs; `name`, `source`, `sha256` of the weights; for a target also `stop_ids`
+                            (of its config and tokenizer) and `bos_id` (or null)
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
-    DIR/KIND/               heads of that target in the same format, a folder for each kind (EAGLE-1 and
+    DIR/KIND/               heads of that target in the same format, one folder per kind (EAGLE-1 and
                             EAGLE-2 share one)
 """
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 ADVICE = "convert the checkpoint again"
 # Keys of our config.json files besides the fields of `ModelArgs` or `HeadArgs`.
-FOLDER = Schema(TypedDict("Folder", {
+CONFIG_SCHEMA = Schema(TypedDict("Config", {
     "kind": Literal[("target", *extensions.HEADS)], "format": NotRequired[whole(1, 1000)],
     "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
     "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
@@ -44,20 +44,20 @@ FOLDER = Schema(TypedDict("Folder", {
 ROPE_TYPES = "default", "linear", "llama3", "yarn", "divisors"  # divisors: longrope, or llama3 of a GGUF
 
 
-def rope_fields(kind: str) -> dict:
+def rope_fields(rope_type: str) -> dict:
     """Return the fields of `rope_scaling` of this type, one of `ROPE_TYPES`."""
-    if entry := extensions.ROPE.get(kind):
-        return extensions.load(entry).FIELDS[kind]
-    return LLAMA3_ROPE_FIELDS if kind == "llama3" else {}
+    if entry := extensions.ROPE.get(rope_type):
+        return extensions.load(entry).FIELDS[rope_type]
+    return LLAMA3_ROPE_FIELDS if rope_type == "llama3" else {}
 
 
 def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
     """Raise InvalidValue unless these are the parameters of a supported RoPE scaling."""
     type_key = "rope_type" if "rope_type" in scaling else "type"
-    kind = scaling.get(type_key, ABSENT)
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise InvalidValue(f"{key}.{type_key}", kind, f"one that is supported: {', '.join(ROPE_TYPES)}")
-    Schema(TypedDict(f"Rope_{kind}", rope_fields(kind))).check(scaling, key)
+    rope_type = scaling.get(type_key, ABSENT)
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise InvalidValue(f"{key}.{type_key}", rope_type, f"one of {', '.join(ROPE_TYPES)}")
+    Schema(TypedDict(f"Rope_{rope_type}", rope_fields(rope_type))).check(scaling, key)
 
 
 def check_args(args: ModelArgs) -> None:
@@ -72,13 +72,13 @@ def class_of(config: dict) -> type[Transformer | Head]:
     """Return the class of the module that a config.json describes."""
     kind = config["kind"]
     table = extensions.CLASS_FIELDS.get(kind, {})
-    usual = extensions.HEADS.get(kind, "model:Transformer")
-    return extensions.load(next((entry for field, entry in table.items() if config.get(field)), usual))
+    default = extensions.HEADS.get(kind, "model:Transformer")
+    return extensions.load(next((entry for field, entry in table.items() if config.get(field)), default))
 
 
 def check_config(config: dict) -> ModelArgs:
     """Check a config.json and return its `ModelArgs`. Raises InvalidValue for the first invalid key."""
-    FOLDER.check(config)
+    CONFIG_SCHEMA.check(config)
     network = class_of(config)
     if isinstance(scaling := config.get("rope_scaling"), dict):
         check_rope(scaling)
@@ -86,7 +86,7 @@ def check_config(config: dict) -> ModelArgs:
     args = network.Args.from_config(config)
     for field in extensions.TARGETS:
         if config.get(field) and not hasattr(args, field):
-            raise InvalidValue(field, config[field], f"nothing: {network.__name__} has no such part")
+            raise InvalidValue(field, config[field], f"no value: {network.__name__} does not support {field}")
     check_args(args)
     if "quantization" in config:
         from kernels.scheme import Scheme
@@ -108,8 +108,9 @@ def is_converted(folder: str | Path) -> bool:
 def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
     """Return the config.json of one of our folders.
 
-    kind: the kind it must be of; None: any. what: the option that named it, for errors. Raises InputError if
-    the folder is not ours, not of this kind, or a key is missing, out of its range, or contradicts another.
+    kind: the expected kind; None: any. what: the option that the folder was passed to, for errors. Raises
+    InputError if the folder is not ours or not of this kind, or if a key is missing, out of range, or
+    contradicts another.
     """
     folder, name = Path(folder), f"{what} {folder}".strip()
     if not folder.is_dir():
@@ -127,13 +128,13 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
             raise InvalidValue("stop_ids", ABSENT, "a list")
     if kind and config["kind"] != kind:
         methods = [method for method, known in extensions.METHODS.items() if known.draft == config["kind"]]
-        other = f"; --speculate {' or '.join(methods)} drafts with it" if kind in extensions.HEADS else ""
-        raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder{other}")
+        other = f" or use --speculate {' or '.join(methods)}" if kind in extensions.HEADS else ""
+        raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; pass another folder{other}")
     return config
 
 
 def read_config_if_converted(checkpoint: str, max_seq_len: int | None = None) -> dict:
-    """Return the config.json of a converted target that --checkpoint names; {} if it is not converted yet.
+    """Return the config.json of the converted target passed as --checkpoint; {} if it is not converted yet.
 
     max_seq_len: checked against the model's maximum. Raises InputError.
     """
@@ -145,10 +146,10 @@ def read_config_if_converted(checkpoint: str, max_seq_len: int | None = None) ->
     return config
 
 
-def check_length(max_seq_len: int, longest: int) -> None:
-    """Raise InputError unless sequences may have this length. longest: the model's maximum."""
-    if not 2 <= max_seq_len <= longest:
-        raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+def check_length(max_seq_len: int, model_max_len: int) -> None:
+    """Raise InputError if the model does not support sequences of this length, in tokens."""
+    if not 2 <= max_seq_len <= model_max_len:
+        raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {model_max_len}, the model's maximum")
 
 
 def build_module(
@@ -174,7 +175,7 @@ def build_module(
 def load_model(
     folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks=None
 ) -> tuple[Transformer, dict]:
-    """Load a converted target -> (model, its config.json). dtype: None: as stored.
+    """Load a converted target and return it with its config.json. dtype: None: as stored.
 
     ranks: load only this rank's shard (`checkpoint.sharded`). Raises InputError on anything that is missing,
     damaged or of another kind, or cannot be sharded.
@@ -190,7 +191,7 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     """
     config = read_config(folder, kind)
     if config["kind"] not in extensions.HEADS:
-        raise InputError(f"{folder}: is of kind {config['kind']}, expected a draft head; name another folder")
+        raise InputError(f"{folder}: is of kind {config['kind']}; pass the folder of a draft head")
     check_head_fits(check_config(config), target.args, folder)
     ranks = target.ranks and target.ranks.for_heads
     head = _load(Path(folder), config, target.embed.device, target.embed.dtype, ranks)
@@ -211,7 +212,7 @@ def load_weights(
 ) -> Transformer | Head:
     """Fill a module of the meta device with the weights in a safetensors file, for inference.
 
-    read_tensor: returns the tensor of a name from the open file. Raises InputError if one does not fit.
+    read_tensor(name, file): read a tensor of the open file. Raises InputError if a dtype does not match.
     """
     state = {}
     for name, meta in module.state_dict().items():
@@ -227,7 +228,7 @@ def load_weights(
         state[name] = tensor.to(dtype) if dtype and castable and not name.endswith(".scale") else tensor
     ids, valid = state.get("draft_ids"), range(module.args.vocab_size)
     if ids is not None and not (int(ids.min()) in valid and int(ids.max()) in valid):
-        raise InputError(f"{path}: draft_ids are not those of this vocabulary; {ADVICE}")
+        raise InputError(f"{path}: draft_ids must be in 0..{len(valid) - 1}; {ADVICE}")
     module.load_state_dict(state, assign=True)
     module.inv_freq = module.args.inverse_frequencies().to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
@@ -236,7 +237,7 @@ def load_weights(
 def build_checked_module(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
     """Build a config's module on the meta device and compare it with the stored tensors, by name and shape.
 
-    Raises InputError if the weights are not those of the config.
+    Raises InputError if they do not match.
     """
     with named(folder / CONFIG, ADVICE):
         module = build_module(config)
@@ -251,7 +252,7 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: object) -> None:
         ("vocabulary", head.vocab_size, target.vocab_size),
         ("target hidden size", head.target_hidden_size, target.hidden_size)]
     if not (head.own_embedding and (head.own_lm_head or head.tie_embeddings)):
-        sizes += [("width", head.hidden_size, target.hidden_size)]
+        sizes += [("hidden size", head.hidden_size, target.hidden_size)]
     for what, found, size in sizes:
         if found != size:
             raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
@@ -272,7 +273,7 @@ class Stored(NamedTuple):
 
 @contextlib.contextmanager
 def open_safetensors(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
-    """Return a context with the open file. Raises InputError, which ends with `advice`, if it is damaged."""
+    """Context manager: open a file. Raises InputError, which ends with `advice`, if it is damaged."""
     check_file(path)
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -284,7 +285,7 @@ def open_safetensors(path: Path, advice: str, device: torch.device | str = "cpu"
 def stored_tensors(path: Path, advice: str) -> dict[str, Stored]:
     """Return dtype and shape of each tensor in a file, by name. Raises InputError."""
     with open_safetensors(path, advice) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, `file` is not iterable
         return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 

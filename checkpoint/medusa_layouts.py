@@ -1,6 +1,6 @@
 """The layouts of Medusa and Hydra heads.
 
-{k}: index of a head. {block}: index of its residual block.
+{k}: index of a head. {block}: index of its residual block. {blocks}: their number.
 
 Medusa (FasterDecoding): "{k}.{block}.linear.{weight,bias}" and "{k}.{blocks}.weight", the lm_head, which is
 absent if all heads use the target's lm_head (legacy trainer). In a Medusa-2 model the prefix is
@@ -10,7 +10,7 @@ absent if all heads use the target's lm_head (legacy trainer). In a Medusa-2 mod
 Hydra: "hydra_mlp.{k}.{slot}.linear|res_connection.*", "hydra_lm_head.{k}.[{slot}.]{weight,bias}" and for
 Hydra++ "prefix_embeding_layer.*" (sic).
 
-Configs may have a wrong number of heads, so it is derived from the tensors.
+The number of heads is derived from the tensors, because configs may be wrong.
 """
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from common.errors import InputError
 from model import ModelArgs
 
 MEDUSA2 = "medusa_head."  # prefix of the heads' tensors inside a Medusa-2 model
-TARGETS_TABLE = ("prefix_embeding_layer.embed_tokens.weight", "input_embed_fn.weight")  # copies of it
+EMBEDDING_COPIES = ("prefix_embeding_layer.embed_tokens.weight", "input_embed_fn.weight")
 PREFIX = "prefix_embeding_layer."
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Name patterns of a layout, with the head k and the slot of a block; all slots.
+    """Name patterns of a layout, formatted with the head k and the slot of a block. slots: of all blocks.
 
-    narrows: the first block has a skip connection.
+    has_skip: the first block projects its input for its skip connection.
     """
 
     block: str
     lm_head: str
     slots: tuple[int, ...]
-    narrows: bool = False
+    has_skip: bool = False
 
 
 def names_of(form: Form, config: dict) -> NameTable:
@@ -53,7 +53,7 @@ def names_of(form: Form, config: dict) -> NameTable:
         for leaf in ("weight", "bias"):
             for i, slot in enumerate(form.slots):
                 names[f"stacks.{k}.{i}.linear.{leaf}"] = [f"{form.block.format(k, slot)}.{leaf}"]
-            if form.narrows:
+            if form.has_skip:
                 skip = form.block.format(k, form.slots[0]).replace(".linear", ".res_connection")
                 names[f"stacks.{k}.0.skip.{leaf}"] = [f"{skip}.{leaf}"]
             if config["lm_head_each"]:
@@ -70,7 +70,7 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptio
     tensors = dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
         tensors = {n.removeprefix(MEDUSA2): t for n, t in tensors.items() if n.startswith(MEDUSA2)}
-    tensors = {name: entry for name, entry in tensors.items() if name not in TARGETS_TABLE}
+    tensors = {name: entry for name, entry in tensors.items() if name not in EMBEDDING_COPIES}
     guesses, form = _form(source, kind, tensors)
     if form.block.startswith("blocks."):  # vLLM's copies have biases only if medusa_fc_bias says so
         for name in [n for n in tensors if n.startswith("blocks.") and n.endswith(".weight")]:
@@ -97,24 +97,24 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptio
 
 
 def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Form]:
-    """Return the number of guesses, and how the file names them. Raises InputError."""
-    def numbers(pattern: str) -> list[tuple[int, ...]]:
+    """Return the number of heads, and their name patterns. Raises InputError."""
+    def indices(pattern: str) -> list[tuple[int, ...]]:
         pattern = re.escape(pattern).replace(r"\{\}", r"(\d+)")
         return sorted({tuple(map(int, m.groups())) for m in (re.fullmatch(pattern, n) for n in tensors) if m})
 
     vllm = any(name.startswith("blocks.") for name in tensors)
     medusa = "blocks.{}.layers.{}" if vllm else "{}.{}.linear"
     block = medusa if kind == "medusa" else "hydra_mlp.{}.{}.linear"
-    places = numbers(block + ".weight")
-    if not places:
-        raise InputError(f"{source.path}: no {kind.title()} head is complete: {block.format(0, 0)}.weight is"
+    block_indices = indices(block + ".weight")
+    if not block_indices:
+        raise InputError(f"{source.path}: tensor {block.format(0, 0)}.weight of a {kind.title()} head is"
                          " missing")
-    if (most := max(map(max, places))) > 63:
-        raise InputError(f"{source.path}: tensors number guesses or blocks up to {most}; expected at most 63")
-    guesses = 1 + max(k for k, _ in places)
-    slots = tuple(slot for k, slot in places if k == 0)
+    if (max_index := max(map(max, block_indices))) > 63:
+        raise InputError(f"{source.path}: a head or block has index {max_index}; expected at most 63")
+    guesses = 1 + max(k for k, _ in block_indices)
+    slots = tuple(slot for k, slot in block_indices if k == 0)
     if kind == "medusa":
-        slots = tuple(range(1 + max(slot for _, slot in places)))
+        slots = tuple(range(1 + max(slot for _, slot in block_indices)))
         return guesses, Form(block, "lm_heads.{}" if vllm else f"{{}}.{len(slots)}", slots)
-    lm_slot = numbers("hydra_lm_head.0.{}.weight")
+    lm_slot = indices("hydra_lm_head.0.{}.weight")
     return guesses, Form(block, "hydra_lm_head.{}" + (f".{lm_slot[0][0]}" if lm_slot else ""), slots, True)

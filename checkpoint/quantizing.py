@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint.folder import check_exact
+from checkpoint.folder import check_unquantized
 from checkpoint.load import (
     ADVICE,
     CONFIG,
@@ -29,15 +29,12 @@ from checkpoint.load import (
     stored_tensors,
 )
 from checkpoint.source import STORED_DTYPES, Entry
-from checkpoint.writer import Planned, check_finite, fill
+from checkpoint.writer import Planned, check_finite, write_checkpoint
 from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
-from engine.step import TORCH_BACKEND, Backend
 from families.mixed import causal
-from kernels.cpu import CpuBackend
 from kernels.gptq import gptq
-from kernels.packed import PackedLinear
 from kernels.quantized import MXFP4, Quantized, QuantizedLinear, linear_names, split_rows
 from kernels.scheme import Scheme
 from kernels.stored import Kind
@@ -66,7 +63,7 @@ class QuantizationPlan:
         config, or the group size does not divide the inputs of a layer.
         """
         source_config = read_config(source, kind)
-        check_exact(source, source_config)
+        check_unquantized(source, source_config)
         stored = stored_tensors(source / WEIGHTS, ADVICE)
         source_module = build_checked_module(source, source_config, stored)
         experts = source_config.get("quantization", {}).get("experts")  # MXFP4 experts are copied
@@ -83,29 +80,29 @@ class QuantizationPlan:
 class _LayerWriter:
     """Quantize one layer on demand: the writer asks for its scales and weight in any order.
 
-    read_exact: read the unquantized weight. where: file and tensor name, for errors. layer: the quantized
+    read_original: read the unquantized weight. where: file and tensor name, for errors. layer: the quantized
     module, on the meta device.
     """
 
-    read_exact: Callable[[], Tensor]
+    read_original: Callable[[], Tensor]
     where: str
     layer: Quantized
     scales: tuple[Tensor, ...] = ()  # see `Quantized.fit`
     error: float = 0.0  # relative error of the quantized weight, set by `read_weight`
 
-    def read_scales(self, which: int) -> Tensor:
+    def read_scales(self, index: int) -> Tensor:
         if not self.scales:
-            exact = self.read_exact()
-            check_finite(self.where, exact)
-            self.scales = self.layer.fit(exact)
-        return self.scales[which]
+            original = self.read_original()
+            check_finite(self.where, original)
+            self.scales = self.layer.fit(original)
+        return self.scales[index]
 
     def read_weight(self) -> Tensor:
         self.read_scales(0)
-        exact = self.read_exact()
-        weight = self.layer.round(exact, *self.scales)
+        original = self.read_original()
+        weight = self.layer.round(original, *self.scales)
         errors = norms = 0.0
-        for rows, *stored in split_rows(exact, weight, *self.scales)[::ERROR_STRIDE]:
+        for rows, *stored in split_rows(original, weight, *self.scales)[::ERROR_STRIDE]:
             rows = rows.float()
             norms += float(rows.norm()) ** 2
             errors += float(self.layer.numbers(*stored).sub_(rows).norm()) ** 2
@@ -120,16 +117,19 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def quantize_folder(
-    plan: QuantizationPlan, folder: Path, text: Tensor | None = None, backend: Backend = TORCH_BACKEND
+    plan: QuantizationPlan, folder: Path, calibration_ids: Tensor | None = None,
+    run_linear: Callable[[QuantizedLinear, Tensor], Tensor] = QuantizedLinear.__call__,
 ) -> dict[str, tuple[str, float]]:
     """Write the quantized folder. Returns layer name -> ("of weights" or, with GPTQ, "of outputs", error).
 
-    Errors are relative. text [B, T]: token ids to calibrate 4-bit layers with GPTQ; None: round to nearest.
-    Raises OSError, and InputError on nan or infinite weights.
+    Errors are relative. calibration_ids [B, T]: tokens to calibrate 4-bit layers on with GPTQ; None: round to
+    nearest. run_linear: see `calibrated_layers`. Raises OSError, and InputError on NaN or infinite
+    weights.
     """
     source, module, names = plan.source, plan.module, plan.source_module.state_dict()
     path, scheme = source / WEIGHTS, Scheme.from_config(plan.config["quantization"])
-    ready = {} if text is None else calibrated_layers(source, plan.source_config, scheme, text, backend)
+    calibrated = {} if calibration_ids is None else calibrated_layers(
+        source, plan.source_config, scheme, calibration_ids, run_linear)
     layers: dict[str, _LayerWriter] = {}
     stored = stored_tensors(path, ADVICE)
 
@@ -143,27 +143,27 @@ def quantize_folder(
         owner = module.get_submodule(layer)
         if not isinstance(owner, Quantized) or leaf == "bias" or owner.mode == MXFP4:
             dtype, read = STORED_DTYPES[stored[name].dtype], partial(read_tensor, path, name)
-        elif layer in ready:
-            dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
+        elif layer in calibrated:
+            dtype, read = tensor.dtype, lambda: getattr(calibrated[layer], leaf)
         else:
             if layer not in layers:
-                # Source name of the weight: of a linear layer, of stacked experts, of a tied lm_head.
+                # In the source: a linear layer, stacked experts, or the embedding of a tied lm_head.
                 weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
-                exact, where = partial(read_tensor, path, weight), f"{path}: tensor {weight}"
-                layers[layer] = _LayerWriter(exact, where, owner)
+                read_original, where = partial(read_tensor, path, weight), f"{path}: tensor {weight}"
+                layers[layer] = _LayerWriter(read_original, where, owner)
             dtype = tensor.dtype
             writer = layers[layer]
             read = writer.read_weight if leaf == "weight" else partial(writer.read_scales, leaf == "codes")
         return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
 
     tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-    fill(folder, plan.config, tensors, where=str(path))
+    write_checkpoint(folder, plan.config, tensors, where=str(path))
     errors = {name: ("of weights", layer.error) for name, layer in layers.items()}
-    return errors | {name: ("of outputs", layer.error) for name, layer in ready.items()}
+    return errors | {name: ("of outputs", layer.error) for name, layer in calibrated.items()}
 
 
 class Calibrated(NamedTuple):
-    """A GPTQ-quantized layer, and the relative error of its outputs on the calibration text."""
+    """A GPTQ-quantized layer, and the relative error of its outputs on the calibration tokens."""
 
     weight: Tensor
     scale: Tensor
@@ -173,16 +173,17 @@ class Calibrated(NamedTuple):
 
 @torch.no_grad()
 def calibrated_layers(
-    source: Path, config: dict, scheme: Scheme, ids: Tensor, backend: Backend
+    source: Path, config: dict, scheme: Scheme, ids: Tensor,
+    run_linear: Callable[[QuantizedLinear, Tensor], Tensor],
 ) -> dict[str, Calibrated]:
     """Quantize the linear layers of all blocks to 4 bits with GPTQ. Returns them by name.
 
-    source: unquantized folder with this config. scheme: result of `with_kinds`. ids [B, T]: calibration text.
-    backend: computes the outputs of quantized layers.
+    source: unquantized folder with this config. scheme: result of `with_kinds`. ids [B, T]: calibration
+    tokens. run_linear(layer, x): return the outputs [R, N] of a quantized layer for x [R, K].
 
     Each layer is calibrated on the outputs of the quantized layers before it. One block at a time is in
     memory, in float32. Stacked experts are rounded to nearest for these outputs and not returned. Raises
-    InputError on nan or infinite weights.
+    InputError on NaN or infinite weights.
     """
     model = build_module(config)
     args = model.args
@@ -190,7 +191,7 @@ def calibrated_layers(
     visible = positions[:, None] <= positions[:, :, None]
     shared = PassInputs(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
-    ring = {"ring": ids.shape[1]} if model.is_recurrent else {}  # the default ring is shorter than a text
+    ring = {"ring": ids.shape[1]} if model.is_recurrent else {}  # the default ring is too small
     caches = model.caches(*ids.shape, "cpu", **ring)
     with open_safetensors(source / WEIGHTS, ADVICE) as file:
 
@@ -214,33 +215,32 @@ def calibrated_layers(
                     p.data = kind.dequantize(kind.round(p, *scales), *scales)
             for name in linear_names(block):
                 kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
-                put = partial(layers.__setitem__, f"layers.{i}.{name}")
-                layer.forward = partial(_calibrate, layer, kind, put, backend)
+                store = partial(layers.__setitem__, f"layers.{i}.{name}")
+                layer.forward = partial(_calibrate, layer, kind, store, run_linear)
             return block(x.float(), caches[i], shared)
 
-        outside = (n for n in model.state_dict() if not n.startswith(("layers.", "norm.", "lm_head.")))
-        model.load_state_dict({name: read(name) for name in outside}, strict=False, assign=True)
+        embeddings = (n for n in model.state_dict() if not n.startswith(("layers.", "norm.", "lm_head.")))
+        model.load_state_dict({name: read(name) for name in embeddings}, strict=False, assign=True)
         with progress_bar(total=len(model.layers), desc="calibrating", unit="layer") as bar:
             model.run_layers(ids, (), apply)
     return layers
 
 
 def _calibrate(
-    layer: nn.Linear, kind: Kind, put: Callable, backend: Backend, x: Tensor, residual: Tensor | None = None
+    layer: nn.Linear, kind: Kind, store: Callable, run_linear: Callable, x: Tensor,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Quantize a layer with GPTQ, pass it to `put`, and return its outputs for x [B, T, K] on the backend."""
-    exact, rows = layer.weight.data, x.flatten(0, -2)
-    stored = gptq(exact, rows, kind)
-    quantized = QuantizedLinear(*exact.t().shape, False, kind)
+    """Quantize a layer with GPTQ, pass it to `store`, and return its outputs for x [B, T, K]."""
+    original, inputs = layer.weight.data, x.flatten(0, -2)
+    stored = gptq(original, inputs, kind)
+    quantized = QuantizedLinear(*original.t().shape, False, kind)
     for parameter, tensor in zip((quantized.weight, *quantized.scales), stored):
         parameter.data = tensor
-    run = PackedLinear(backend, quantized, x.dtype) if isinstance(backend, CpuBackend) else quantized
-    with backend.threads():
-        y = run(rows)
-    sample = slice(None, None, max(1, len(rows) // ERROR_TOKENS))
-    wanted = rows[sample] @ exact.t()
-    error = (y[sample] - wanted).norm() / wanted.norm().clamp(min=1e-30)
-    put(Calibrated(*stored, float(error)))
+    y = run_linear(quantized, inputs)
+    sample = slice(None, None, max(1, len(inputs) // ERROR_TOKENS))
+    expected = inputs[sample] @ original.t()
+    error = (y[sample] - expected).norm() / expected.norm().clamp(min=1e-30)
+    store(Calibrated(*stored, float(error)))
     y = (y if layer.bias is None else y.add_(layer.bias)).view(*x.shape[:-1], -1)
     return y if residual is None else residual + y
 
@@ -248,8 +248,8 @@ def _calibrate(
 def text_ids(source: Path, name: str, text: str, min_tokens: int, max_tokens: int) -> Tensor:
     """Tokenize a text with the tokenizer in `source`: the first `max_tokens` ids, [N] int64.
 
-    name: option and file, for errors. Raises InputError if there are fewer than `min_tokens` tokens, or no
-    tokenizer.
+    name: option and file, for errors. Raises InputError if there are fewer than `min_tokens` tokens, no
+    tokenizer, or ids outside the vocabulary.
     """
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
@@ -271,17 +271,18 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
     """
     model, (losses, top) = load_model(folder)[0], ([], [])
     prepare(model)
-    for piece in progress_bar(ids.split(512), desc="reading", unit="piece"):
-        logits = model.logits(causal(model, piece[None])[0])[0, :-1]
-        losses.append(F.cross_entropy(logits, piece[1:], reduction="none"))
+    for chunk in progress_bar(ids.split(512), desc="scoring", unit="chunk"):
+        logits = model.logits(causal(model, chunk[None])[0])[0, :-1]
+        losses.append(F.cross_entropy(logits, chunk[1:], reduction="none"))
         top.append(logits.argmax(-1))
     return torch.cat(losses), torch.cat(top)
 
 
 def compare(source: Path, out: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> dict:
     """Return perplexity of both targets and their top-1 agreement on token ids [N]."""
-    (exact, top), (loss, quantized_top) = (scores(folder, ids, prepare) for folder in (source, out))
+    loss, top = scores(source, ids, prepare)
+    quantized_loss, quantized_top = scores(out, ids, prepare)
     return {
-        "tokens": len(exact), "agreement": float((top == quantized_top).float().mean()),
-        "perplexity": float(exact.mean().exp()), "quantized_perplexity": float(loss.mean().exp()),
+        "tokens": len(loss), "agreement": float((top == quantized_top).float().mean()),
+        "perplexity": float(loss.mean().exp()), "quantized_perplexity": float(quantized_loss.mean().exp()),
     }

@@ -15,7 +15,7 @@ from model import Transformer
 def load_shard(
     folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None, ranks: Ranks
 ) -> Transformer | Head:
-    """Load this rank's shard of the module that a config.json describes, and let it compute with the others.
+    """Load this rank's shard of the module that a config.json describes, and connect it to the other ranks.
 
     Raises InputError, the same on every rank, if the target cannot be sharded.
     """
@@ -31,7 +31,7 @@ def load_shard(
 def shards_of(config: dict, count: int) -> list[Shard]:
     """Return the shards over `count` ranks of the target, or the head, that a config.json describes.
 
-    Raises InputError, with the numbers, if it cannot be sharded; every rank raises the same.
+    Raises InputError, the same on every rank, if it cannot be sharded.
     """
     args = check_config(config)
     scheme = Scheme.from_config(config["quantization"]) if "quantization" in config else None

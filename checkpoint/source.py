@@ -54,8 +54,8 @@ DAMAGED = "truncated? Download it again"
 class Grouped(NamedTuple):
     """A matrix as its file stores it, see `kernels.stored`.
 
-    kind: its `Kind`. read(to): return its integers, scales and codes as another kind stores them. order: of
-    columns, if permuted.
+    kind: its `Kind`. read(to): return its integers, scales and codes in the layout of another `Kind`. order:
+    of columns, if permuted.
     """
 
     kind: Any
@@ -67,8 +67,8 @@ class Grouped(NamedTuple):
 class Entry:
     """One tensor of a source, read by `read()`.
 
-    dtype: to convert to; `read` may return float32. None: stored in an unknown type. quantized: name of
-    the type that `read` dequantizes. grouped: None if no `Kind` represents it exactly.
+    dtype: to convert to; `read` may return float32. None: stored in an unknown type. quantized: name of the
+    type that `read` dequantizes. grouped: its quantized form; None if no `Kind` represents it exactly.
     """
 
     shape: tuple[int, ...]
@@ -83,16 +83,16 @@ class Entry:
 
     def rows(self, index: Tensor) -> Entry:
         """Select rows, also of the quantized form."""
-        of_rows = self.changed(lambda x: x[index], (len(index), *self.shape[1:]))
-        kept = self.grouped and self.grouped._replace(
+        selected = self.changed(lambda x: x[index], (len(index), *self.shape[1:]))
+        grouped = self.grouped and self.grouped._replace(
             read=lambda to: tuple(x if x is None else x[index] for x in self.grouped.read(to)))
-        return replace(of_rows, grouped=kept)
+        return replace(selected, grouped=grouped)
 
     def columns(self, index: Tensor) -> Entry:
         """Permute columns; the quantized form keeps its order and records the permutation."""
-        kept = self.grouped and self.grouped._replace(
+        grouped = self.grouped and self.grouped._replace(
             kind=self.grouped.kind._replace(ordered=True), order=index.argsort())
-        return replace(self.changed(lambda x: x[:, index]), grouped=kept)
+        return replace(self.changed(lambda x: x[:, index]), grouped=grouped)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def resolve_source(checkpoint: str | Path) -> Path:
     if path.exists():
         raise InputError(f"{path}: not a folder (nor a {' or '.join(SOURCE_FILES)} file)")
     if path.parent.is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(checkpoint)):
-        raise InputError(f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a"
+        raise InputError(f"{path}: no such file or folder; pass a converted folder, a Hugging Face folder, a"
                          f" {' or '.join(SOURCE_FILES)} file or a hub id (org/name)")
     with library_errors(f"{path}: no such folder, and the download from the hub failed"):
         return _download(str(checkpoint))
@@ -144,7 +144,7 @@ def _download(repo: str) -> Path:
     """
     import huggingface_hub as hub
 
-    try:  # one request with a time limit: listing the files page by page retries for half a minute
+    try:  # one request with a timeout; listing files page by page would retry for half a minute
         files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
     except Exception:
         with contextlib.suppress(Exception):
@@ -166,7 +166,7 @@ def _weight_file(names: Iterable[str]) -> str | None:
 
 
 def _shards(first: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the shards, and the map of an index. first: the index, or without one a shard."""
+    """Return the files of the shards, and the index: tensor -> file. first: the index, or the first shard."""
     if first.suffix != ".json":
         pattern = first.name.replace("-00001-of-", "-*-of-")
         return sorted(file.name for file in first.parent.glob(pattern)), {}
@@ -177,19 +177,19 @@ def _shards(first: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _of_shards(first: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
-    """Return each tensor from the file the index names: other files may hold stale copies."""
-    (files, named), found, others = _shards(first), {}, {}
+    """Read each tensor from the file that the index lists: other files may hold stale copies."""
+    (files, index), tensors, stale = _shards(first), {}, {}
     for file in files:
         for name, entry in _one_file(first.with_name(file), load).items():
-            unsure = name in found and name not in named
-            if unsure and not torch.equal(found[name].read(), entry.read()):
-                raise InputError(f"{first}: does not name {name}, of which {file} and another file have"
+            ambiguous = name in tensors and name not in index
+            if ambiguous and not torch.equal(tensors[name].read(), entry.read()):
+                raise InputError(f"{first}: does not list {name}, of which {file} and another file have"
                                  " different copies")
-            (found if named.get(name, file) == file else others)[name] = entry
-    for name in others.keys() - found.keys():
-        raise InputError(f"{first}: lists {name} in {named[name]}, but another file has it;"
+            (tensors if index.get(name, file) == file else stale)[name] = entry
+    for name in stale.keys() - tensors.keys():
+        raise InputError(f"{first}: lists {name} in {index[name]}, but another file has it;"
                          " download all files again")
-    return found
+    return tensors
 
 
 def open_source(path: Path) -> Source:
@@ -199,7 +199,7 @@ def open_source(path: Path) -> Source:
     return extensions.load(SOURCE_FILES[path.suffix.lower()])(path)
 
 
-# Types of the values in Hugging Face's config.json. Families check the values.
+# Value types in Hugging Face's config.json. Families check the values.
 HUB_CONFIG = Schema(TypedDict("HubConfig", {
     **dict.fromkeys(("thinker_config", "text_config", "rope_scaling", "rope_parameters"), dict | None),
     "layer_types": list[str] | None, "no_rope_layers": list[int] | None,
@@ -219,7 +219,7 @@ def _open_folder(path: Path) -> Source:
     name = _weight_file(sorted(file.name for file in path.iterdir()))
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
-    load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
+    load = lru_cache(maxsize=1)(_load_pickle)  # keep one pickle mapped at a time
     tensors = (_of_shards if name.endswith(".json") or "-of-" in name else _one_file)(path / name, load)
     for more in (PROJECTION_FILE, MASK_FILE):
         if (path / more).is_file():
@@ -256,7 +256,7 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     check_file(path)
 
     def read(name: str) -> Tensor:
-        # Reopened for each tensor: pages of a file that stays mapped count as this process's memory.
+        # Reopen the file for each tensor: pages of a mapped file count as this process's memory.
         with open_safetensors(path, DAMAGED) as file:
             return file.get_tensor(name)
 
@@ -269,7 +269,7 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     with library_errors(f"{path}: damaged, or holds objects other than tensors"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # errors are reported once, here
+        warnings.simplefilter("ignore")  # errors are reported by `library_errors`
         # Files from before torch 1.6 are not zip archives, cannot be mapped, and are read into memory.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if path.name == MASK_FILE:

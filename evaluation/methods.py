@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from checkpoint.folder import identity
+from checkpoint.folder import weights_fingerprint
 from common.errors import InputError
 from common.writing import digest
 from drafters.options import flags_of, is_resizable
@@ -78,14 +78,14 @@ def load_contenders(
             f"{target.checkpoint}: evaluation needs a tokenizer with a chat template; this folder has none"
         )
     prompt_format = digest(tokenizer.template, target.config["stop_ids"])
-    shared = f"{identity(target.model)} {prompt_format} {target.runtime.compile}"
+    shared = f"{weights_fingerprint(target.model)} {prompt_format} {target.runtime.compile}"
     contenders = {}
     for name, drafting in draftings.items():
         engine = target.engine(drafting, max_seq_len=max_seq_len)
         drafter, trees = engine.drafter, [x.shape for x in engine.scheduler.drafters]
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
-        fingerprint = (f"{shared} {identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags}"
-                       f" {windows}")
+        fingerprint = (f"{shared} {weights_fingerprint(drafter)} {drafter.fingerprint} {trees}"
+                       f" {drafting.flags} {windows}")
         if ranks := target.model.ranks:  # each rank has a shard of the weights
             fingerprint = f"{ranks.count} ranks: {ranks.digest(fingerprint, engine.device)}"
         contenders[name] = Contender(engine, fingerprint)

@@ -15,7 +15,7 @@ from model import MLP, Linear, ModelArgs, TargetBlock, Transformer, gated_activa
 
 @dataclass(frozen=True)
 class MixtureArgs(ModelArgs):
-    """The shape of a target with experts; `intermediate_size` is of one expert."""
+    """The shape of a target with experts; `intermediate_size` is that of one expert."""
 
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP
     experts_per_token: whole(0, 10_000) = 0  # A
@@ -34,18 +34,18 @@ class Experts(nn.Module):
     fused: computes `mix` in a backend's kernels. own_routing: a subclass overrides `route`.
     """
 
-    is_mixture, own_routing = True, False  # for backends, which do not import this module
+    is_mixture, own_routing = True, False  # backends test these without importing this module
     fused: Callable | None = None
 
     def __init__(self, args: MixtureArgs):
         super().__init__()
-        E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
-        self.used, self.renormalize = args.experts_per_token, args.renormalise_experts
+        E, H, size = args.num_experts, args.hidden_size, args.intermediate_size
+        self.top_k, self.renormalize = args.experts_per_token, args.renormalise_experts
         self.activation, self.gate = args.activation, gated_activation(args.activation)
         self.router = Linear(H, E, bias=args.biases)
-        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
-        self.w_down = nn.Parameter(torch.empty(E, H, inner))
-        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * inner)) if args.biases else None
+        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * size, H))
+        self.w_down = nn.Parameter(torch.empty(E, H, size))
+        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * size)) if args.biases else None
         self.down_bias = nn.Parameter(torch.empty(E, H)) if args.biases else None
 
     def _product(
@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens [R, H]: float32 weights and indices [R, A]."""
-        weight, chosen = self.router(tokens).float().softmax(-1).topk(self.used, dim=-1)
+        weight, chosen = self.router(tokens).float().softmax(-1).topk(self.top_k, dim=-1)
         return weight / weight.sum(-1, keepdim=True) if self.renormalize else weight, chosen
 
     def mix(self, tokens: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class Experts(nn.Module):
         # every expert computes every token.
         by_token = chosen.numel() < self.router.out_features
         experts = chosen if by_token else None
-        both = self._product(tokens, self.w_gate_up, self.gate_up_bias, experts)
-        out = self._product(self.gate(*both.chunk(2, dim=-1)), self.w_down, self.down_bias, experts)
+        gate_up = self._product(tokens, self.w_gate_up, self.gate_up_bias, experts)
+        out = self._product(self.gate(*gate_up.chunk(2, dim=-1)), self.w_down, self.down_bias, experts)
         if by_token:
             return (out * weight[..., None]).sum(1)
         weights = weight.new_zeros(tokens.shape[0], out.shape[0]).scatter(1, chosen, weight)
@@ -97,7 +97,7 @@ class SigmoidArgs(MixtureArgs):
     """The shape of a target with sigmoid routing."""
 
     dense_layers: whole(0, 10_000) = 0  # the first layers, with an MLP of `dense_size` in place of experts
-    router_factor: number(above=0, high=1e6) = 1.0  # of the weights of experts
+    router_factor: number(above=0, high=1e6) = 1.0  # multiplies the weights of experts
 
 
 class SigmoidExperts(Experts):
@@ -114,7 +114,7 @@ class SigmoidExperts(Experts):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         scores = invariant(torch.sigmoid, self.router(tokens).float())
-        chosen = (scores + self.score_bias.float()).topk(self.used, dim=-1).indices
+        chosen = (scores + self.score_bias.float()).topk(self.top_k, dim=-1).indices
         weight = scores.gather(-1, chosen)
         if self.renormalize:
             weight = weight / (ordered_sum(weight) + self.eps)[:, None]

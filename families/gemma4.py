@@ -30,29 +30,30 @@ class Gemma4Args(VariantArgs, MixtureArgs):
     global_kv_heads: SmallSize = 1
     global_pairs: whole(0, 2**16) = 0  # pairs of a global head that RoPE rotates
     shared_kv_layers: whole(0, 10_000) = 0  # the last layers, which reuse the keys and values of earlier ones
-    value_is_key: Flag = False  # of global layers: one projection, normed and not rotated for values
+    value_is_key: Flag = False  # global layers: keys and values share a projection
     wide_mlp: Flag = False  # layers without keys have an MLP of twice the width
     layer_input_size: whole(0, 2**16) = 0  # size of the per-layer embeddings; 0: none
 
     shardable = False
 
     def constraints(self) -> list[tuple[str, bool, str]]:
-        own, kinds = self.num_layers - self.shared_kv_layers, [window > 0 for window in self.windows]
-        heads, size = self.num_heads % self.global_kv_heads == 0, self.global_head_dim
+        own, is_local = self.num_layers - self.shared_kv_layers, [window > 0 for window in self.windows]
+        fits, size = self.num_heads % self.global_kv_heads == 0, self.global_head_dim
         return [
             *super().constraints(),
-            ("windows", len(kinds) == self.num_layers, f"a list of {self.num_layers}"),
-            ("shared_kv_layers", own > 0 and {*kinds[:own]} == {*kinds},
-             "fewer than the layers, with one of each kind before them"),
-            ("global_kv_heads", heads, f"a divisor of num_heads, {self.num_heads}"),
-            ("global_head_dim", size % 2 == 0 and self.global_pairs <= size // 2, "two for each pair"),
+            ("windows", len(is_local) == self.num_layers, f"a list of {self.num_layers}"),
+            ("shared_kv_layers", own > 0 and {*is_local[:own]} == {*is_local},
+             "less than num_layers, with a layer of each type before them"),
+            ("global_kv_heads", fits, f"a divisor of num_heads, {self.num_heads}"),
+            ("global_head_dim", size % 2 == 0 and self.global_pairs <= size // 2,
+             "even, and at least 2 * global_pairs"),
             ("wide_mlp", not (self.wide_mlp and self.num_experts), "false with experts"),
         ]
 
     def of_layer(self, layer: int) -> Gemma4Args:
         """Return the shape with heads and MLP of this layer."""
         shared = layer >= self.num_layers - self.shared_kv_layers
-        sizes = {"intermediate_size": self.intermediate_size * (1 + (shared and self.wide_mlp))}
+        sizes = {"intermediate_size": self.intermediate_size * (2 if shared and self.wide_mlp else 1)}
         if not self.windows[layer]:
             sizes |= {"head_dim": self.global_head_dim, "num_kv_heads": self.global_kv_heads}
         return replace(self, **sizes)
@@ -85,16 +86,17 @@ class ScaledExperts(Experts):
 class Gemma4Block(VariantBlock):
     """A layer of Gemma 4. With experts, a dense MLP runs in parallel, and both have their own norms.
 
-    producer: the layer whose keys and values it reads, in a list, or []. produces: others read its own.
+    producer: the layer whose keys and values it reads, in a list, so that it is not a submodule; or [].
+    produces: other layers read its keys and values.
     """
 
     def __init__(self, args: Gemma4Args, layer: int = 0, input_size: int | None = None):
-        own = args.of_layer(layer)
-        super().__init__(own, layer)
-        H, size = own.hidden_size, args.layer_input_size
+        shape = args.of_layer(layer)
+        super().__init__(shape, layer)
+        H, size = shape.hidden_size, args.layer_input_size
         self.standard, self.other_rope = False, self.window > 0
         # Gemma 4 does not scale attention scores: the factor on q and on k cancels 1/sqrt(head_dim).
-        self.pairs = own.head_dim // 2, own.head_dim**0.25
+        self.pair_scaling = shape.head_dim // 2, shape.head_dim**0.25
         self.producer, self.produces = [], False
         self.value_is_key = args.value_is_key and not self.window
         queries, keys, values = self.widths
@@ -103,13 +105,13 @@ class Gemma4Block(VariantBlock):
             keys = values = 0
         rows = queries + keys + (0 if self.value_is_key else values)
         self.wqkv = Linear(input_size or H, rows, bias=False)
-        self.eps, self.layer_scalar = own.norm_eps, nn.Parameter(torch.ones(1))
+        self.eps, self.layer_scalar = shape.norm_eps, nn.Parameter(torch.ones(1))
         if size:
             self.w_input_gate, self.w_input_out = Linear(H, size, bias=False), Linear(size, H, bias=False)
-            self.input_norm = self.Norm(H, own.norm_eps)
-        if own.num_experts:
+            self.input_norm = self.Norm(H, shape.norm_eps)
+        if shape.num_experts:
             for name in ("router_norm", "experts_norm", "dense_out_norm", "experts_out_norm"):
-                setattr(self, name, self.Norm(H, own.norm_eps))
+                setattr(self, name, self.Norm(H, shape.norm_eps))
 
     def make_mlp(self, args: Gemma4Args) -> nn.Module:
         if not args.num_experts:
@@ -131,7 +133,7 @@ class Gemma4Block(VariantBlock):
         return self._modules.get("k_norm") or self.producer[0].k_norm
 
     def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        cos, sin = (x[..., : self.pairs[0]] for x in angles)
+        cos, sin = (x[..., : self.pair_scaling[0]] for x in angles)
         return super().layer_cos_sin((cos, sin))
 
     def project(self, x: Tensor) -> Tensor:
@@ -146,11 +148,11 @@ class Gemma4Block(VariantBlock):
         return torch.cat((qkv[..., : queries + keys], v.flatten(-2).to(qkv.dtype)), dim=-1)
 
     def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
-        kind = "keys and values", self.window > 0
-        if self.producer:  # the shared cache is written again, with the same values
-            qkv = torch.cat((qkv, shared.cached(kind, None)), dim=-1)
+        key = "keys and values", self.window > 0
+        if self.producer:  # writes the same keys and values to the shared cache again
+            qkv = torch.cat((qkv, shared.cached(key, None)), dim=-1)
         elif self.produces:
-            shared.cached(kind, lambda: qkv[..., self.widths[0] :])
+            shared.cached(key, lambda: qkv[..., self.widths[0] :])
         return super().attend(cache, qkv, shared)
 
     def add_input(self, x: Tensor, inputs: Tensor | None) -> Tensor:
@@ -162,7 +164,7 @@ class Gemma4Block(VariantBlock):
 
 
 class Gemma4(Variant):
-    """A Gemma 4 target. newest_caches(): what `caches` returned last, for `networks.assistant`."""
+    """A Gemma 4 target. newest_caches(): the caches allocated last, read by `networks.assistant`."""
 
     Args, Layer, cpu_only_part = Gemma4Args, Gemma4Block, "models with two head sizes"
 
@@ -170,7 +172,7 @@ class Gemma4(Variant):
         super().__init__(args)
         own = self.layers[: args.num_layers - args.shared_kv_layers]
         for layer in self.layers[len(own) :]:
-            layer.producer = [next(one for one in reversed(own) if one.other_rope == layer.other_rope)]
+            layer.producer = [next(x for x in reversed(own) if x.other_rope == layer.other_rope)]
             layer.producer[0].produces = True
         if size := args.layer_input_size:
             self.embed_inputs = nn.Embedding(args.vocab_size, args.num_layers * size)
@@ -178,16 +180,16 @@ class Gemma4(Variant):
             self.inputs_norm = self.Layer.Norm(size, args.norm_eps)
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
-        embed, kinds = self.embed, [layer.other_rope for layer in self.layers]
-        own = kinds[: len(kinds) - self.args.shared_kv_layers]
+        embed, is_local = self.embed, [layer.other_rope for layer in self.layers]
+        own = is_local[: len(is_local) - self.args.shared_kv_layers]
         order = [*dict.fromkeys(own)]
         where = batch, slots, embed.dtype, device or embed.device, self.backend
         shapes = (replace(self.args.of_layer(own.index(kind)), num_layers=own.count(kind)) for kind in order)
-        # Layers without keys have the cache of the last one of their kind.
-        places = [(order.index(kind), own[: i + 1].count(kind) - 1) for i, kind in enumerate(kinds)]
-        found = MixedCaches((self.Caches.allocate(shape, *where) for shape in shapes), places)
-        self.newest_caches = weakref.ref(found)
-        return found
+        # Layers without keys use the cache of the last layer of their type.
+        locations = [(order.index(kind), own[: i + 1].count(kind) - 1) for i, kind in enumerate(is_local)]
+        caches = MixedCaches((self.Caches.allocate(shape, *where) for shape in shapes), locations)
+        self.newest_caches = weakref.ref(caches)
+        return caches
 
     def run_layers(self, tokens: Tensor, aux_layers: tuple[int, ...], apply) -> tuple[Tensor, Tensor | None]:
         inputs = self._layer_inputs(tokens)
@@ -202,5 +204,5 @@ class Gemma4(Variant):
         x = self.embed(tokens)
         x = self.w_inputs(x * self.args.embedding_scale(x.dtype)) * self.args.hidden_size**-0.5
         own = self.embed_inputs(tokens) * torch.tensor(size**0.5, dtype=x.dtype).item()
-        both = self.inputs_norm(x.unflatten(-1, (-1, size))) + own.unflatten(-1, (-1, size))
-        return iter((both * 2.0**-0.5).unbind(-2))
+        inputs = self.inputs_norm(x.unflatten(-1, (-1, size))) + own.unflatten(-1, (-1, size))
+        return iter((inputs * 2.0**-0.5).unbind(-2))

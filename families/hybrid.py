@@ -34,7 +34,7 @@ from families.rope import PartialRotaryArgs, scale_pairs
 from model import MLP, KVCache, KVCaches, Linear, PassInputs, Transformer
 
 BLOCK = 16  # tokens between two boundaries
-MAX_LEVELS = 16  # of a tree; also the minimum distance of a token from its boundary
+MAX_LEVELS = 16  # levels of a tree; also the minimum distance of a token from its boundary
 MAX_PASS_TOKENS = 96
 RING = 256  # tokens of ring buffers: two passes, and the tokens since the boundary
 MAX_OPEN = BLOCK + MAX_LEVELS  # exceeds the number of committed tokens after a token's boundary
@@ -56,7 +56,7 @@ class HybridArgs(MixtureArgs, PartialRotaryArgs):
     delta_key_dim: whole(0, 2**16) = 0  # dk
     delta_value_dim: whole(0, 2**16) = 0  # dv
     delta_taps: whole(0, 64) = 0  # tokens of the short convolution
-    shared_expert_size: whole(0, 2**22) = 0  # inner size of the shared expert; 0: none
+    shared_expert_size: whole(0, 2**22) = 0  # intermediate size of the shared expert; 0: none
     zero_centred: Literal[True] = True  # norms multiply by 1 + weight
 
     def constraints(self) -> list[tuple[str, bool, str]]:
@@ -99,10 +99,10 @@ class GatedBlock(HybridBlock):
         super().__init__(args, layer)
         H, width = args.hidden_size, args.num_heads * args.head_dim
         self.wqkv = Linear(H, 2 * width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.pairs = (args.rotary_dim or args.head_dim) // 2, args.pair_factor
+        self.pair_scaling = (args.rotary_dim or args.head_dim) // 2, args.pair_factor
 
     def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return scale_pairs(angles, *self.pairs)
+        return scale_pairs(angles, *self.pair_scaling)
 
     def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
         width = self.num_heads * self.head_dim
@@ -114,7 +114,7 @@ class PathTokens(NamedTuple):
     """Tokens on paths that start at one boundary.
 
     visible [B, M, M]: the path of each token, itself included. q, k, v: see `DeltaBlock.split_mixed`. g, b:
-    [B, M, nv]. corrected: whether u is the difference of v and what the state holds for k.
+    [B, M, nv]. delta_rule: whether u is v minus what the state holds for k, or v.
     """
 
     visible: Tensor
@@ -123,7 +123,7 @@ class PathTokens(NamedTuple):
     v: Tensor
     g: Tensor
     b: Tensor
-    corrected = True
+    delta_rule = True
 
     def select(self, tokens: slice) -> PathTokens:
         """Return a range of the tokens."""
@@ -138,11 +138,11 @@ class PathTokens(NamedTuple):
         for i in range(total.shape[1]):
             total = total + torch.where(self.visible[..., i, None], self.g[:, i, None], 0)
         decay = invariant(torch.exp, total)[..., None]
-        u = self.b[..., None] * (self.v - decay * read_state(state, self.k) if self.corrected else self.v)
+        u = self.b[..., None] * (self.v - decay * read_state(state, self.k) if self.delta_rule else self.v)
         out = decay[:, rows] * read_state(state, self.q[:, rows])
         for i in range(u.shape[1]):
             fade = invariant(torch.exp, total - total[:, i, None])
-            below = slice(i + 1, None if self.corrected else 0)
+            below = slice(i + 1, None if self.delta_rule else 0)
             near = self.b[:, below] * fade[:, below] * ordered_sum(self.k[:, below] * self.k[:, i, None])
             near = torch.where(self.visible[:, below, i, None], near, 0)
             u[:, below] -= near[..., None] * u[:, i, None]
@@ -190,7 +190,7 @@ class DeltaBlock(HybridBlock):
         self.out_scale = nn.Parameter(torch.ones(self.value_dim))
         self.eps = args.norm_eps
 
-    wqkv = property(lambda self: self.w_in)  # names of attention layers
+    wqkv = property(lambda self: self.w_in)  # backends use the names of attention layers
     wo = property(lambda self: self.w_out)
 
     def convolve(self, inputs: list[Tensor]) -> Tensor:
@@ -321,7 +321,7 @@ class DeltaCache(nn.Module):
 
     def attend(self, block: DeltaBlock, projected: Tensor, shared: PassInputs) -> Tensor:
         """Outputs of `w_in` [B, T, ...] -> the input of `wo` [B, T, nv*dv]."""
-        if MAX_PASS_TOKENS < projected.shape[1] < self.inputs.shape[1]:  # GPTQ has a ring of all tokens
+        if MAX_PASS_TOKENS < projected.shape[1] < self.inputs.shape[1]:  # GPTQ's ring holds all tokens
             raise ValueError(f"a pass of {projected.shape[1]} tokens: at most {MAX_PASS_TOKENS} (DeltaNet)")
         paths = shared.cached("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
         out = (self.kernel or DeltaCache.outputs)(self, block, projected, paths)
@@ -465,7 +465,7 @@ class Hybrid(Transformer):
         if shape.nodes > MAX_PASS_TOKENS or levels > MAX_LEVELS:
             raise ValueError(
                 f"a tree of {shape.nodes} nodes on {levels} levels: a target with Gated DeltaNet takes at"
-                f" most {MAX_PASS_TOKENS} nodes on {MAX_LEVELS} levels; draft a smaller one"
+                f" most {MAX_PASS_TOKENS} nodes on {MAX_LEVELS} levels; choose a smaller one"
             )
 
     def make_layer(self, layer: int) -> HybridBlock:
@@ -480,5 +480,5 @@ class Hybrid(Transformer):
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
         kernel = self.backend.delta if self.runs_on_backend else None
         deltas = DeltaCaches.of_layers(sum(layers), batch, self.args, *where, kernel, ring)
-        places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
-        return MixedCaches((attention, deltas), places)
+        locations = [(is_delta, layers[:i].count(is_delta)) for i, is_delta in enumerate(layers)]
+        return MixedCaches((attention, deltas), locations)

@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434) with experts: GLM-4.7-Flash.
 
 Queries, keys and values are projected from two compressed (latent) vectors per token. The KV cache has the
-expanded keys and values of all heads, so attention is that of other models.
+expanded keys and values of all heads, so attention is computed as in other models.
 """
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class LatentBlock(SigmoidBlock):
         super().__init__(args, layer)
         self.standard, H, heads = False, args.hidden_size, args.num_heads
         self.widths = args.query_rank, args.latent_rank, args.rotary_dim
-        self.unrotated = args.head_dim - args.rotary_dim
+        self.nope_dim = args.head_dim - args.rotary_dim
         self.wqkv = Linear(H, sum(self.widths), bias=False)
         self.query_norm = self.Norm(args.query_rank, LATENT_EPS)
         self.latent_norm = self.Norm(args.latent_rank, LATENT_EPS)
         self.w_q = Linear(args.query_rank, heads * args.head_dim, bias=False)
-        self.w_kv = Linear(args.latent_rank, heads * (self.unrotated + args.head_dim), bias=False)
+        self.w_kv = Linear(args.latent_rank, heads * (self.nope_dim + args.head_dim), bias=False)
 
     def make_mlp(self, args: LatentArgs) -> nn.Module:
         return SharedExperts(args) if args.num_experts else MLP(args)
@@ -65,7 +65,7 @@ class LatentBlock(SigmoidBlock):
         queries, latent, rotary = self.wqkv(self.attn_norm(x)).split(self.widths, dim=-1)
         q = self.w_q(self.query_norm(queries.contiguous()))
         kv = self.w_kv(self.latent_norm(latent.contiguous())).unflatten(-1, (self.num_heads, -1))
-        k, v = kv.split((self.unrotated, self.head_dim), dim=-1)
+        k, v = kv.split((self.nope_dim, self.head_dim), dim=-1)
         rotary = rotary[..., None, :].expand(*k.shape[:-1], -1)
         halves = zip(rotary.chunk(2, dim=-1), k.chunk(2, dim=-1))  # pairs are (j, j + hd/2)
         k = torch.cat([part for half in halves for part in half], dim=-1)

@@ -1,7 +1,7 @@
 """Mamba-2 layers (arXiv 2405.21060) in a hybrid with attention: Granite 4 H.
 
 A Mamba-2 layer is computed as Gated DeltaNet (`families.hybrid`) without the delta rule: u = b v. Keys are B,
-queries C, values x, step sizes dt. Tree nodes need no states of their own either.
+queries C, values x, step sizes dt. Tree nodes need no states either.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model import Linear, RMSNorm, TargetBlock
 
 @dataclass(frozen=True)
 class MambaArgs(VariantArgs, HybridArgs):
-    """The shape of a target with Mamba-2 layers, which `delta_layers` names. Key heads are groups."""
+    """The shape of a target with Mamba-2 layers, marked in `delta_layers`. Key heads are groups."""
 
     mamba: Flag = False
 
@@ -31,7 +31,7 @@ class MambaArgs(VariantArgs, HybridArgs):
 class MambaTokens(PathTokens):
     """Tokens on paths, see `MambaBlock.split_mixed`."""
 
-    corrected = False
+    delta_rule = False
 
 
 class MambaBlock(DeltaBlock):
@@ -55,12 +55,12 @@ class MambaBlock(DeltaBlock):
     def split_mixed(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return C and B [..., nv, dk] and x [..., nv, dv], in float32."""
         keys, groups = self.key_heads * self.key_dim, self.value_heads // self.key_heads
-        *both, x = mixed.float().split((keys, keys, self.widths[1]), dim=-1)
-        c, b = (one.unflatten(-1, (self.key_heads, -1)).repeat_interleave(groups, dim=-2) for one in both)
+        *c_and_b, x = mixed.float().split((keys, keys, self.widths[1]), dim=-1)
+        c, b = (one.unflatten(-1, (self.key_heads, -1)).repeat_interleave(groups, dim=-2) for one in c_and_b)
         return c, b, x.unflatten(-1, (self.value_heads, -1))
 
     def add_skip(self, out: Tensor, mixed: Tensor) -> Tensor:
-        """Add the skip connection to outputs [B, T, nv, dv]. mixed: of `convolve`."""
+        """Add the skip connection to outputs [B, T, nv, dv]. mixed: outputs of `convolve`."""
         return out + self.skip.float()[:, None] * self.split_mixed(mixed)[2]
 
     def gate_output(self, out: Tensor, gate: Tensor) -> Tensor:

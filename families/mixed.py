@@ -1,4 +1,4 @@
-"""Caches of several kinds for the layers of one target; passes over complete sequences."""
+"""Caches of several classes for the layers of one target; passes over complete sequences."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ CHUNK, RECURRENT_CHUNK = 512, 64  # tokens per pass in `causal`; limit the size 
 
 
 class MixedCaches(nn.Module):
-    """The caches of all layers, in groups of one kind. places: group and index of each layer's cache."""
+    """The caches of all layers, in groups of one class. locations: group and index of each layer's cache."""
 
-    def __init__(self, groups: Iterable[KVCaches], places: list[tuple[int, int]]):
+    def __init__(self, groups: Iterable[KVCaches], locations: list[tuple[int, int]]):
         super().__init__()
-        self.groups, self.places = nn.ModuleList(groups), places
-        self.by_layer = [self.groups[group][index] for group, index in places]
+        self.groups, self.locations = nn.ModuleList(groups), locations
+        self.by_layer = [self.groups[group][index] for group, index in locations]
 
     def __getitem__(self, layer: int) -> nn.Module:
         return self.by_layer[layer]
@@ -28,7 +28,7 @@ class MixedCaches(nn.Module):
 
     def rows(self, first: int, count: int) -> MixedCaches:
         """See `KVCaches.rows`."""
-        return MixedCaches([group.rows(first, count) for group in self.groups], self.places)
+        return MixedCaches([group.rows(first, count) for group in self.groups], self.locations)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """See `KVCaches.move`."""
@@ -57,13 +57,13 @@ class MixedCaches(nn.Module):
 def causal(
     target: Transformer, tokens: Tensor, aux_layers: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `Transformer.forward` over complete sequences [B, T], in chunks, with caches of their own."""
-    (B, T), found = tokens.shape, []
+    """Run `Transformer.forward` over complete sequences [B, T], in chunks, with new caches."""
+    (B, T), outputs = tokens.shape, []
     target, caches, slots = target.for_length(T), target.caches(B, T), torch.arange(T, device=tokens.device)
     size = RECURRENT_CHUNK if target.is_recurrent else CHUNK
     for start in range(0, T, size):
-        at = slots[start : start + size].expand(B, -1)
-        visible = slots[: start + size] <= at[..., None]
-        found.append(target(tokens[:, start : start + size], at, at, visible, caches, aux_layers))
-    x, features = zip(*found)
+        chunk = slots[start : start + size].expand(B, -1)
+        visible = slots[: start + size] <= chunk[..., None]
+        outputs.append(target(tokens[:, start : start + size], chunk, chunk, visible, caches, aux_layers))
+    x, features = zip(*outputs)
     return torch.cat(x, 1), torch.cat(features, 1) if aux_layers else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model import RMSNorm
 
-VECTOR_WIDTH = 32  # maximum number of values of PyTorch's vectors
+VECTOR_WIDTH = 32  # maximum number of elements of a vector in PyTorch's CPU kernels
 
 
 class ZeroCenteredNorm(RMSNorm):

@@ -46,11 +46,11 @@ def frequencies(args: ModelArgs, freq: Tensor, length: int) -> Tensor:
 
 
 def _yarn(scaling: dict, args: ModelArgs, freq: Tensor) -> Tensor:
-    """Divide slow pairs by `factor`, keep fast ones, and blend those between."""
+    """Divide low frequencies by `factor`, keep high ones, and blend those between."""
     factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
 
-    def pair(turns: float) -> float:  # the pair with this number of turns in the original context
-        return args.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(args.rope_base))
+    def pair(rotations: float) -> float:  # the pair that rotates this often in the original context
+        return args.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(args.rope_base))
 
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -87,8 +87,8 @@ def short_length(args: ModelArgs) -> float:
 class PartialRotaryArgs(ModelArgs):
     """The shape of a target that may rotate only some dimensions of a head.
 
-    They are pairs (j, j + hd/2) with j < rotary_dim / 2. pair_factor: factor of their cosines and sines, if
-    `rope_factor` is not that of all.
+    They are pairs (j, j + hd/2) with j < rotary_dim / 2. pair_factor multiplies their cosines and sines,
+    `rope_factor` those of all pairs.
     """
 
     rotary_dim: whole(0, 2**16) = 0  # dimensions of a head with RoPE; 0: all
@@ -101,7 +101,7 @@ class PartialRotaryArgs(ModelArgs):
 
     @property
     def factor_by_layer(self) -> bool:
-        """Whether the factor of cosines and sines is not that of all pairs of all layers."""
+        """Whether the factor of cosines and sines differs between pairs or layers."""
         return self.rotary_dim > 0
 
     @property

@@ -1,7 +1,7 @@
 """Short convolutions in a hybrid with attention: LFM2 and LFM2.5, dense and MoE.
 
-A convolution layer reads the last few tokens of each path only. Their inputs are in a cache by slot, as keys
-and values are, so a tree needs no state.
+A convolution layer reads the last few tokens of each path only. Their inputs are cached by slot, as keys and
+values are, so tree nodes need no states.
 """
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class ConvCache(nn.Module):
 def _tap_slots(shared: PassInputs, taps: int) -> list[tuple[Tensor, Tensor]]:
     """Return the slots [B, T] of each token and of the tokens before it on its path, and whether they exist.
 
-    A token sees one slot for each position up to its own, in ascending order (`model.apply_sliding_window`).
+    The slots that a token sees are in ascending order of positions (`model.apply_sliding_window`).
     """
     visible = shared.visible if isinstance(shared.visible, Tensor) else shared.visible.dense()
-    rank = visible.cumsum(-1)
-    return [(((rank == rank[..., -1:] - back) & visible).long().argmax(-1), shared.positions >= back)
+    index = visible.cumsum(-1)  # of each slot on the path, from 1
+    return [(((index == index[..., -1:] - back) & visible).long().argmax(-1), shared.positions >= back)
             for back in range(taps)]
 
 
@@ -83,7 +83,7 @@ class ConvBlock(SigmoidBlock):
         self.taps = nn.Parameter(torch.zeros(H, args.conv_taps))
         self.conv_bias = nn.Parameter(torch.zeros(H)) if args.conv_bias else None
 
-    wqkv = property(lambda self: self.w_in)  # names of attention layers
+    wqkv = property(lambda self: self.w_in)  # backends use the names of attention layers
     wo = property(lambda self: self.w_out)
 
 

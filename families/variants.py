@@ -1,6 +1,6 @@
 """Dense targets that differ from LLaMA in scales, norms or RoPE: Gemma 2 and 3, Granite, OLMo, GLM, SmolLM3.
 
-Each difference is a field of `VariantArgs`; families are rows of `checkpoint.families`.
+Each difference is a field of `VariantArgs`, which checkpoint/families.json sets.
 """
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Scale = number(above=0, high=1e6)
 class VariantArgs(PartialRotaryArgs):
     """Shape of a dense target with these options."""
 
-    local_rope_base: number(above=1, high=1e15) | None = None  # of sliding-window layers, without scaling
-    query_scalar: Scale | None = None  # scores / its square root; None: head_dim
+    local_rope_base: number(above=1, high=1e15) | None = None  # of sliding-window layers; not scaled
+    query_scalar: Scale | None = None  # scores are divided by its square root; None: head_dim
     scaled_embedding: Flag = False  # embeddings are multiplied by the square root of H
     embedding_factor: Scale = 1.0
-    residual_factor: Scale = 1.0  # of the outputs of attention and of the MLP
+    residual_factor: Scale = 1.0  # multiplies outputs of attention and of the MLP
     logit_divisor: Scale = 1.0
     logit_cap: Scale | None = None  # logits become cap * tanh(logits / cap)
-    score_cap: Scale | None = None  # the same of attention's scores
+    score_cap: Scale | None = None  # the same for attention scores
     zero_centred: Flag = False  # norms multiply by 1 + weight
     output_norms: Flag = False  # outputs of attention and of the MLP are normed
-    only_output_norms: Flag = False  # their inputs are not
+    only_output_norms: Flag = False  # inputs of attention and of the MLP are not normed
     wide_qk_norm: Flag = False  # an RMSNorm over all query heads, and one over all key heads, before RoPE
     unrotated_layers: tuple[whole(0, 1), ...] = ()  # 1: without RoPE
 
@@ -43,11 +43,12 @@ class VariantArgs(PartialRotaryArgs):
         object.__setattr__(self, "rope_factor", self.rope_factor * scale)
 
     def constraints(self) -> list[tuple[str, bool, str]]:
-        one = not (self.unrotated_layers and self.local_rope_base)
-        fits = not self.unrotated_layers or (one and len(self.unrotated_layers) == self.num_layers)
-        words = f"a list of {self.num_layers}, without local_rope_base"
-        whole_qkv = ("wide_qk_norm", not (self.wide_qk_norm and self.qk_norm), "false with qk_norm")
-        return [*super().constraints(), ("unrotated_layers", fits, words), whole_qkv]
+        fits = len(self.unrotated_layers) in (0, self.num_layers) and not (
+            self.unrotated_layers and self.local_rope_base)
+        return [
+            *super().constraints(),
+            ("unrotated_layers", fits, f"a list of {self.num_layers}, without local_rope_base"),
+            ("wide_qk_norm", not (self.wide_qk_norm and self.qk_norm), "false with qk_norm")]
 
     @property
     def factor_by_layer(self) -> bool:
@@ -63,18 +64,20 @@ class VariantArgs(PartialRotaryArgs):
         return torch.tensor(factor, dtype=dtype, device="cpu").item()
 
     def inverse_frequencies(self, length: int = 0) -> Tensor:
-        """Return [hd/2] float32; if layers differ [2, hd/2], second those of local or unrotated ones."""
-        usual = super().inverse_frequencies(length)
+        """Return [hd/2] float32, or [2, hd/2] if layers differ: row 1 is for local or unrotated layers."""
+        full = super().inverse_frequencies(length)
         if self.unrotated_layers:
-            return torch.stack((usual, torch.zeros_like(usual)))
+            return torch.stack((full, torch.zeros_like(full)))
         if self.local_rope_base is None:
-            return usual
+            return full
         local = replace(self, rope_base=self.local_rope_base, rope_scaling=None, local_rope_base=None)
-        return torch.stack((usual, local.inverse_frequencies()))
+        return torch.stack((full, local.inverse_frequencies()))
 
 
 class VariantBlock(TargetBlock):
-    """A layer of a variant. other_rope: it has the second of two kinds of RoPE."""
+    """A layer of a variant. other_rope: it uses row 1 of `inverse_frequencies`. pair_scaling: number of
+    rotary pairs, factor of their cosines and sines.
+    """
 
     def __init__(self, args: VariantArgs, layer: int = 0):
         super().__init__(args, layer)
@@ -90,7 +93,8 @@ class VariantBlock(TargetBlock):
         self.widths = q, k, k
         unrotated = bool(args.unrotated_layers and args.unrotated_layers[layer])
         self.other_rope = unrotated or (args.local_rope_base is not None and self.window > 0)
-        self.pairs = (args.rotary_dim or args.head_dim) // 2, 1.0 if self.other_rope else args.pair_factor
+        pairs = (args.rotary_dim or args.head_dim) // 2
+        self.pair_scaling = pairs, 1.0 if self.other_rope else args.pair_factor
         self.residual_factor, self.score_cap = args.residual_factor, args.score_cap or 0.0
         self.standard = not (
             args.only_output_norms or args.wide_qk_norm or args.unrotated_layers or args.score_cap
@@ -99,7 +103,7 @@ class VariantBlock(TargetBlock):
     def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if angles[0].ndim == 4:
             angles = tuple(x[int(self.other_rope)] for x in angles)
-        return scale_pairs(angles, *self.pairs)
+        return scale_pairs(angles, *self.pair_scaling)
 
     def project(self, x: Tensor) -> Tensor:
         qkv = super().project(x)

@@ -108,7 +108,7 @@ class CpuBackend(Backend):
         """See `families.hybrid.DeltaCache.outputs`."""
         cache.write(block, projected, paths)
         tokens, state = (paths.length, paths.positions, paths.local), (cache.state, cache.start)
-        return self.ops.delta(cache.mixed, cache.rates, *tokens, *state, block.Tokens.corrected)
+        return self.ops.delta(cache.mixed, cache.rates, *tokens, *state, block.Tokens.delta_rule)
 
 
 class CpuStep(Step):

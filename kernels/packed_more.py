@@ -48,7 +48,7 @@ class PackedExperts(PackedMLP):
         self.routing = experts if experts.own_routing else None
         experts.router, experts.w_down = self.router, None
         # See csrc/operators.cpp: mixture_of.
-        self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalize) << 56
+        self.bits = self.router.columns << 24 | experts.top_k << 40 | int(experts.renormalize) << 56
 
     def forward(self, x: Tensor, residual: Tensor | None, router_input: Tensor | None = None) -> Tensor:
         """As `Experts.forward`."""

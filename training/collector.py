@@ -39,8 +39,8 @@ Conversation = Generator[tuple[list[int], Sampling], Request, tuple[list[dict], 
 class Collector:
     """Plans conversations (`from_prompts`, `synthesize`) and generates the missing ones (`write`).
 
-    target: its `checkpoint.folder.identity`. planned: by digest of each conversation, in order, the function
-    that starts it. settings: digest of everything that changes the generated text.
+    target: its `checkpoint.folder.weights_fingerprint`. planned: by digest of each conversation, in order,
+    the function that starts it. settings: digest of everything that changes the generated text.
     """
 
     def __init__(

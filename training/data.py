@@ -88,7 +88,7 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
-    """Read the lines of shards. target: its `checkpoint.folder.identity`.
+    """Read the lines of shards. target: its `weights_fingerprint` (`checkpoint.folder`).
 
     Raises InputError on an invalid line, and on a line that another target generated.
     """

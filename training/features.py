@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoint.folder import identity as identity_of
+from checkpoint.folder import weights_fingerprint
 from common.writing import digest
 from families.mixed import causal
 from kernels import isa
@@ -40,7 +40,7 @@ class Features:
         self.device, own_dtype = target.embed.device, target.embed.dtype
         self.dtype, self.read_dtype = dtype or own_dtype, read_dtype or own_dtype
         self.cached, self.shared = {}, {}  # states by `digest` of the ids
-        self.identity = identity or identity_of(target)
+        self.identity = identity or weights_fingerprint(target)
 
     def read(self, rows: Iterable[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.folder import identity
+from checkpoint.folder import weights_fingerprint
 from common.writing import digest
 from drafters.estimate import TTT_STEPS
 from engine.graphs import compile_graph
@@ -136,9 +136,9 @@ class Objective:
 
     def settings(self) -> dict:
         """Return the settings that change the loss. A resumed run must have the same."""
-        start, ids = identity(self.start) if self.start else "", digest(self.head.draft_ids.tolist())
-        return {"kind": type(self.head).__name__, "steps": self.steps, "lk": self.lk, "draft_ids": ids,
-                "start": start}
+        start = weights_fingerprint(self.start) if self.start else ""
+        return {"kind": type(self.head).__name__, "steps": self.steps, "lk": self.lk, "start": start,
+                "draft_ids": digest(self.head.draft_ids.tolist())}
 
     def trained(self) -> Head:
         """Return a copy of the head that reads unscaled features, in float32."""

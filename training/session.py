@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import identity
+from checkpoint.folder import weights_fingerprint
 from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read_config
 from checkpoint.source import Entry, resolve_source
-from checkpoint.writer import Planned, fill
+from checkpoint.writer import Planned, write_checkpoint
 from common.cli import log_stderr
 from common.errors import InputError, counted, read_text
 from common.names import program
@@ -177,7 +177,7 @@ class Session:
         backend = choose_backend("cpu", log=log_stderr) if on_cpu else TORCH_BACKEND
         self.compiled = not on_cpu or backend is not TORCH_BACKEND
         # Training needs unpacked weights. Features of a quantized target are computed by its kernels instead.
-        self.identity, self.decoding = identity(self.target), self.target
+        self.identity, self.decoding = weights_fingerprint(self.target), self.target
         self.separate = ranks is not None or bool(self.config.get("quantization", {}).get("mode"))
         if ranks:
             self.decoding, _ = load_model(args.checkpoint, device, self.target.embed.dtype, ranks)
@@ -316,7 +316,8 @@ class Session:
             log_stderr(f"warning: acceptance length {measured}; below {LOW_TAU} drafting rarely reduces"
                        " latency. Train longer, on more data")
         with staging(self.out, kept=lambda old: old.name not in OUTPUT_FILES) as folder:
-            fill(folder, {"format": FORMAT, "kind": args.kind} | asdict(head.args), plan, quiet=True)
+            config = {"format": FORMAT, "kind": args.kind} | asdict(head.args)
+            write_checkpoint(folder, config, plan, quiet=True)
             name = self.config.get("name", Path(args.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
                        command=shlex.join(["python", "train.py", *self.command]))

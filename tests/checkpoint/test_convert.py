@@ -34,7 +34,7 @@ def test_folders(tmp_path, target, form, tied):
     """The tensors are those of `target`, except the lm_head of tied targets."""
     config = {**CONFIG, "tie_word_embeddings": bool(tied)}
     state = target_state(config)
-    # Old files carry it, nobody needs it.
+    # Old checkpoints contain this buffer, which is not converted.
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     source = write_source(tmp_path / "in", state, config, form)
     if tied == "no index":
@@ -78,7 +78,7 @@ def test_dtype_comes_from_the_tensors(tmp_path, target, dtype, expected):
     torch.testing.assert_close(load_file(out / "model.safetensors"), cast, rtol=0, atol=0)
 
 
-def test_tokenizer_files_come_along(tmp_path, capsys):
+def test_tokenizer_files_are_copied(tmp_path, capsys):
     source = write_source(tmp_path / "in", target_state())
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "bare") == (0, [
         f"warning: {source} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json with"
@@ -153,7 +153,7 @@ def test_peak_memory(tmp_path, form):
     assert size > 100e6 and peak < size / 2, f"{peak / size:.2f} of the output's size"
 
 
-# -- where a conversion writes: what it replaces and keeps, and what it leaves behind after trouble ----------
+# -- output folders: what --force replaces and keeps, and what a failed conversion leaves behind -------------
 
 
 def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
@@ -169,7 +169,7 @@ def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "target", "target-source"]
 
 
-def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
+def test_force_rejects_other_folders(tmp_path, target, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     head = write_source(tmp_path / "head", head_state(), HEAD_CONFIG)
@@ -182,42 +182,42 @@ def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
     assert (tmp_path / "mine" / "thesis.txt").exists() and load_model(target)
 
 
-@pytest.mark.parametrize("trouble, expected, status", [
+@pytest.mark.parametrize("error, message, status", [
     (OSError(errno.ENOSPC, "No space left on device"), "No space left", 1),
     (KeyboardInterrupt(), "interrupted", 130),
 ])
-def test_failed_conversion_leaves_no_files(tmp_path, capsys, monkeypatch, trouble, expected, status):
+def test_failed_conversion_leaves_no_files(tmp_path, capsys, monkeypatch, error, message, status):
     source, folders = write_source(tmp_path / "in", target_state()), []
 
     def cast(name, block, dtype):
         folders.append([p.name for p in tmp_path.iterdir() if p.name != "in"])
         if len(folders) == 5:
-            raise trouble
+            raise error
         return block
 
     monkeypatch.setattr(writer, "_cast", cast)
     code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out")
-    assert code == status and len(err) == 1 and expected in err[0]
+    assert code == status and len(err) == 1 and message in err[0]
     assert len(folders) >= 5  # tensors are cast in parallel
     assert len(folders[0]) == 1 and folders[0] != ["out"]  # a temporary one
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 def test_convert_on_first_use(tmp_path, monkeypatch):
-    """Once, and again after the source has changed; another source with the same folder name is refused."""
-    notes = []
+    """Once, and again after the source has changed; another source with the same folder name is rejected."""
+    logged = []
     source = write_source(tmp_path / "model", target_state())
     other = write_source(tmp_path / "other" / "model", target_state())
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert converted_folder(str(source), notes.append) == "checkpoints/model"
-    assert notes == [f"converting {source} into checkpoints/model"]
-    assert converted_folder("checkpoints/model", notes.append) == "checkpoints/model"
+        assert converted_folder(str(source), logged.append) == "checkpoints/model"
+    assert logged == [f"converting {source} into checkpoints/model"]
+    assert converted_folder("checkpoints/model", logged.append) == "checkpoints/model"
     later = time.time() + 10
     os.utime(source / "config.json", (later, later))
-    assert converted_folder(str(source), notes.append) == "checkpoints/model" and len(notes) == 2
+    assert converted_folder(str(source), logged.append) == "checkpoints/model" and len(logged) == 2
     with refused(f"checkpoints/model: was converted from {source}"):
-        converted_folder(str(other), notes.append)
+        converted_folder(str(other), logged.append)
 
 
 def test_concurrent_conversion(tmp_path, monkeypatch):
@@ -225,25 +225,25 @@ def test_concurrent_conversion(tmp_path, monkeypatch):
     source, replace = write_source(tmp_path / "model", target_state()), os.replace
     monkeypatch.chdir(tmp_path)
 
-    def late(part, out):
+    def replace_late(part, out):
         if out.name == "model" and not out.exists():
             shutil.copytree(part, out)
         replace(part, out)
 
-    monkeypatch.setattr(writing.os, "replace", late)
+    monkeypatch.setattr(writing.os, "replace", replace_late)
     assert converted_folder(str(source), print) == "checkpoints/model" and load_model("checkpoints/model")
     assert os.listdir("checkpoints") == ["model"]
 
 
 def test_convert_head_on_first_use(tmp_path, target, monkeypatch):
-    """With several processes, nothing is converted on first use; a target is refused as a head."""
-    head, notes = write_source(tmp_path / "Mine", head_state(), HEAD_CONFIG), []
+    """With several processes, nothing is converted on first use; a target is rejected as a head."""
+    head, logged = write_source(tmp_path / "Mine", head_state(), HEAD_CONFIG), []
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head}"):
-        converted_folder(head, notes.append, target)
+        converted_folder(head, logged.append, target)
     monkeypatch.delenv("WORLD_SIZE")
     for _ in range(2):
-        assert converted_folder(head, notes.append, target) == str(target / "mine")
-    assert len(notes) == 1 and read_config(target / "mine", "eagle3")
-    with refused(f"{tmp_path / 'target-source'}: is no draft head"):
-        converted_folder(tmp_path / "target-source", notes.append, target)
+        assert converted_folder(head, logged.append, target) == str(target / "mine")
+    assert len(logged) == 1 and read_config(target / "mine", "eagle3")
+    with refused(f"{tmp_path / 'target-source'}: is not a draft head"):
+        converted_folder(tmp_path / "target-source", logged.append, target)

@@ -72,7 +72,7 @@ WINDOWED = [
 ]
 MIXTURES = "Mixtral", "Qwen3-MoE"
 ON_KERNELS = {*WINDOWED, *MIXTURES, *VARIANTS}
-IN_PYTORCH = [  # one of each kind of windows; the others differ in what the kernels' rows show, too
+IN_PYTORCH = [  # one family for each kind of window: the cases on the kernels cover the others, too
     pytest.param(name, False, marks=[pytest.mark.expensive] * (
         name in ON_KERNELS and name not in ("Mistral with its window", "Gemma 3", "gpt-oss", *MIXTURES)
     )) for name in TARGETS
@@ -126,24 +126,24 @@ def test_longrope_beyond_its_original_length(tmp_path):
     target, original = loaded.model, 256
     assert loaded.default_max_seq_len(DraftOptions(), 1) == original and target.args.max_seq_len == 512
     tokens = torch.randint(0, V, (original + 1,), generator=torch.Generator().manual_seed(1)).tolist()
-    for room, prompt in (original, tokens[:-50]), (2 * original, tokens):
+    for max_seq_len, prompt in (original, tokens[:-50]), (2 * original, tokens):
         for drafter in None, NGram():
-            engine = Engine(target, drafter, compile=False, max_seq_len=room)
+            engine = Engine(target, drafter, compile=False, max_seq_len=max_seq_len)
             text = engine.generate([prompt], Sampling(30))[0].ids
-            assert top_tokens(reference, prompt, text) == text, (room, drafter)
+            assert top_tokens(reference, prompt, text) == text, (max_seq_len, drafter)
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
 LLAMA3 = TARGETS["Llama-3.1"][1]["rope_parameters"]
 LINEAR, YARN = ({"rope_scaling": {"rope_type": kind, "factor": 4.0}} for kind in ("linear", "yarn"))
-MEANT = [  # configs as published, which leave much unsaid: the windows of 8 layers, the longest text
-    ("Qwen2", {"sliding_window": 64}, None, 2048),  # its switch is off
+FIELDS = [  # family, published keys, expected windows of 8 layers, expected max_seq_len
+    ("Qwen2", {"sliding_window": 64}, None, 2048),  # use_sliding_window defaults to false
     ("Qwen2", {**WINDOWS, "max_window_layers": 6}, [0] * 6 + [WINDOW] * 2, 2048),
     ("Mistral", {"max_position_embeddings": 8192}, [4096] * 8, 8192),
     ("Llama", {"sliding_window": 64}, None, 2048),
     ("Gemma3", {"sliding_window": WINDOW}, [0 if i == 5 else WINDOW for i in range(8)], 131072),
     ("Llama", {"max_position_embeddings": 4096, **LINEAR}, None, 16384),
-    ("Llama", {"max_position_embeddings": 16384, **LINEAR}, None, 16384),  # stretched already
+    ("Llama", {"max_position_embeddings": 16384, **LINEAR}, None, 16384),  # scaled already
     ("Llama", {"max_position_embeddings": 16384, "original_max_position_embeddings": 8192, **LINEAR},
      None, 32768),
     ("Qwen2", {"max_position_embeddings": 32768, **YARN}, None, 131072),
@@ -165,10 +165,10 @@ def read_fields(architecture: str, config: dict) -> dict:
     return family_of(source.path, architecture).fields(source)
 
 
-@pytest.mark.parametrize("family, keys, windows, longest", MEANT)
-def test_config_fields(family, keys, windows, longest):
+@pytest.mark.parametrize("family, keys, windows, max_seq_len", FIELDS)
+def test_config_fields(family, keys, windows, max_seq_len):
     fields = fields_of(family, keys)
-    assert (fields.get("windows"), fields["max_seq_len"]) == (windows, longest)
+    assert (fields.get("windows"), fields["max_seq_len"]) == (windows, max_seq_len)
 
 
 DEFAULT, KINDS = {"rope_type": "default", "rope_theta": 5e5}, ("full_attention", "sliding_attention")
@@ -191,13 +191,13 @@ def test_rope_scaling_with_rope_parameters(family, keys, base, scaling):
 
 
 @pytest.mark.parametrize("name, warned", [("Qwen2", True), ("Qwen3", False)])
-def test_qwen2_overflows_in_fp16(tmp_path, name, warned):
-    (_, folder), said = converted(tmp_path, name), []
-    load_target(folder, Runtime("cpu", "fp16", kernels=False), said.append)
-    assert any("Qwen2's activations overflow" in line for line in said) is warned
+def test_qwen2_in_fp16_logs_a_warning(tmp_path, name, warned):
+    (_, folder), logged = converted(tmp_path, name), []
+    load_target(folder, Runtime("cpu", "fp16", kernels=False), logged.append)
+    assert any("Qwen2's activations overflow" in line for line in logged) is warned
 
 
-# -- what targets with Gated DeltaNet keep, their MTP layers, refusals -------------------------------------
+# -- Gated DeltaNet: prefix reuse, MTP layers, unsupported features ------------------------------------------
 
 
 OPTIONS = {"compile": False, "max_seq_len": 160}
@@ -218,26 +218,26 @@ def folder(tmp_path_factory):
 
 
 PROMPT = torch.randint(0, V, (141,), generator=torch.Generator().manual_seed(2)).tolist()
-KEPT = 112 + 16  # of the chunk from 128 on, after 64 and 64
-GOING_ON = {  # the tokens taken of the first prompt and its answer, what follows them, what is not read again
+SAVED = 112 + 16  # the last chunk starts at 128: its state is at 112, and 16 tokens after it are saved
+PREFIXES = {  # tokens taken from the first prompt and its answer, tokens appended, cached tokens
     "the next turn": (181, [5, 6, 7], range(170, 182)),
-    "without the answer": (141, [9, 8] + [7] * 80, [KEPT]),
-    "the same prompt": (141, [], [KEPT]),
-    "less than is kept": (KEPT, [9] * 20, [0]),
+    "without the answer": (141, [9, 8] + [7] * 80, [SAVED]),
+    "the same prompt": (141, [], [SAVED]),
+    "less than the saved prefix": (SAVED, [9] * 20, [0]),
 }
 
 
-@pytest.mark.parametrize("case", GOING_ON)
+@pytest.mark.parametrize("case", PREFIXES)
 def test_prefix_reuse(folder, case):
     """A prompt that extends the text of a free slot is computed from there. One that diverges after the
-    slot's prompt resumes from the state saved at its end, one that diverges earlier starts from nothing.
-    Three requests each, because the state moves.
+    slot's prompt resumes from the state saved at its end, one that diverges earlier starts from token 0.
+    Two more requests check the states that the second one leaves.
     """
-    taken, more, cached = GOING_ON[case]
+    taken, more, cached = PREFIXES[case]
     target, head = loaded(folder)
     options = OPTIONS | {"max_seq_len": 450}
     engine = Engine(target, HeadDrafter(head, TreeShape(12, 3, 4)), batch=2, **options)
-    # After a long answer the ring holds nothing of the prompt.
+    # After a long answer the ring buffers hold no token of the prompt.
     first = engine.generate([PROMPT], Sampling(RING if case == "the same prompt" else 40))[0]
     text = [*PROMPT, *first.ids][:taken] + more
     request = engine.generate([text], Sampling(20))[0]
@@ -256,7 +256,7 @@ def test_mtp_layer(tmp_path, name):
     reference, folder = converted(tmp_path, name, mtp=not is_glm, num_hidden_layers=4)
     reference, state = reference.model, load_file(source / "model.safetensors")
     target, head = loaded(folder, kernels=False)
-    if is_glm:  # a model with a fifth layer finds it in the file
+    if is_glm:  # the file's fifth layer is the MTP layer
         reference = AutoModelForCausalLM.from_pretrained(
             source, num_hidden_layers=5, mlp_layer_types=["dense"] + 4 * ["sparse"]).model.eval()
         state |= {f"mtp.{ours}.weight": state[f"model.layers.4.{theirs}"]
@@ -287,11 +287,11 @@ def test_mtp_layer(tmp_path, name):
 
 @pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name, mode, most", [
+@pytest.mark.parametrize("name, mode, max_error", [
     ("Qwen3.5", "int8", 0.04), ("Qwen3-Next", "w8a8", 0.12),
     ("Qwen3.5", "int4", 0.5), ("Qwen3-Next", "w4a8", 0.6),
 ])
-def test_quantized_text(tmp_path, name, mode, most):
+def test_quantized_hybrids(tmp_path, name, mode, max_error):
     """Speculative output equals plain output, also with an int8 cache; the MTP layer is quantized with its
     target.
     """
@@ -301,9 +301,9 @@ def test_quantized_text(tmp_path, name, mode, most):
     assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
     tokens = torch.randint(0, V, (2, 90), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        found, exact = (causal(load_model(at)[0], tokens, (1,))[1] for at in (out, source))
-    assert 0 < (found - exact).norm() / exact.norm() < most
-    made = requests(4, seed=5)
+        quantized, original = (causal(load_model(path)[0], tokens, (1,))[1] for path in (out, source))
+    assert 0 < (quantized - original).norm() / original.norm() < max_error
+    generated = requests(4, seed=5)
     for kv, caches in (("auto", CpuCaches), ("int8", Int8Caches)):
         target = load_target(out, Runtime(device="cpu", kv=kv)).model
         head = load_head(out / "mtp", target, "mtp")
@@ -311,8 +311,8 @@ def test_quantized_text(tmp_path, name, mode, most):
         drafter = HeadDrafter(head, TreeShape(12, 3, 4))
         engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
         assert type(engine.runner.caches.groups[0]) is caches
-        plain = alone((target, None), made, max_seq_len=240)
-        check_outputs(decode(engine, made, random.Random(1)), plain, made)
+        plain = alone((target, None), generated, max_seq_len=240)
+        check_outputs(decode(engine, generated, random.Random(1)), plain, generated)
 
 
 def test_unsupported_features(folder):
@@ -366,7 +366,7 @@ OTHER = {bool: lambda v: not v, int: lambda v: 2 * v + 2, float: lambda v: 2 * v
 def test_every_config_key_matters():
     """Changing any key of a published config changes our fields or raises an error, except for HARMLESS ones.
     """
-    silent, loud = set(), set()
+    unused, used = set(), set()
     for published in PUBLISHED.values():
         whole = published.get("thinker_config", published)
         text, others = whole.get("text_config", whole), whole if "text_config" in whole else {}
@@ -374,14 +374,14 @@ def test_every_config_key_matters():
             changed = value if value is None else OTHER[type(value)](value)
             configs = [one | others for one in (text, text | {key: changed})]
             try:
-                usual, other = (read_fields(published["architectures"][0], one) for one in configs)
-                (silent if usual == other else loud).add(key)
+                fields, changed_fields = (read_fields(published["architectures"][0], one) for one in configs)
+                (unused if fields == changed_fields else used).add(key)
             except InputError:
-                loud.add(key)
-    assert silent - loud == HARMLESS
+                used.add(key)
+    assert unused - used == HARMLESS
 
 
-WRITTEN = {  # by others than today's transformers, into configs of SmolLM2, gpt-oss, Qwen3.5, merged models
+FOREIGN_KEYS = {  # written by other tools and versions: SmolLM2, gpt-oss, Qwen3.5, merged models
     "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"},
     "experts_per_token": 4, "initial_context_length": 4096, "mamba_ssm_dtype": "float32",
     "mtp_num_hidden_layers": 1, "unsloth_fixed": True, "max_length": 20, "top_k": 50, "top_p": 0.9,
@@ -391,17 +391,17 @@ ARCHITECTURES = [name for name in FAMILIES if "For" in name and hasattr(transfor
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_unknown_keys_are_refused_by_name(name):
-    """All keys that transformers writes are accepted; any other key is refused unless its value switches
-    something off.
+def test_unknown_keys_are_rejected(name):
+    """All keys that transformers writes are accepted; any other key is rejected unless its value has no
+    effect.
     """
     config = json.loads(getattr(transformers, name).config_class().to_json_string(use_diff=False))
     whole = config.get("thinker_config", config)
     text = whole.get("text_config") or whole
-    if "GraniteMoeHybrid" in name:  # its defaults make no model that we run
+    if "GraniteMoeHybrid" in name:  # its defaults are not supported
         kinds = ["attention", "mamba"] * (text["num_hidden_layers"] // 2)
         text |= {"num_local_experts": 0, "layer_types": kinds}
-    for other in {}, {"odd_scale": 1.0, "odd_switch": False}, WRITTEN:
+    for other in {}, {"odd_scale": 1.0, "odd_switch": False}, FOREIGN_KEYS:
         assert read_fields(name, text | other)
     if name == "Qwen3MoeForCausalLM":  # as Qwen3-Coder-30B-A3B
         assert read_fields(name, text | {"use_qk_norm": True, "shared_expert_intermediate_size": 0})

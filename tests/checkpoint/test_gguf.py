@@ -21,8 +21,8 @@ from families.mixed import causal
 
 def test_quantized(tmp_path, target, monkeypatch):
     """A file in two parts; a rope factor without a type means linear scaling, as in llama.cpp."""
-    # One head per block, so that tensors come in several.
-    monkeypatch.setattr(gguf_source, "BLOCK", 4 * 16 * 32)
+    # One head per block, so that tensors are read in several blocks.
+    monkeypatch.setattr(gguf_source, "BLOCK_BYTES", 4 * 16 * 32)
     state, files = target_state(), [tmp_path / f"m-{i:05}-of-00002.gguf" for i in (1, 2)]
 
     for i, file in enumerate(files):
@@ -196,7 +196,7 @@ def hybrid_gguf(file: Path, state: dict, config, arch: str) -> Path:
 
 
 ROPE = "attention_factor", "factor", "original_max_position_embeddings"
-OTHERS = {  # of which one says more
+IGNORED = {  # keys that only one of the two sources determines
     "name", "architecture", "source", "sha256", "stop_ids", "bos_id", "query_scalar"}
 
 
@@ -206,7 +206,7 @@ def comparable(config: dict) -> dict:
     divisors = *rope.get("divisors", ()), *rope.get("long_divisors", ())
     numbers = [*divisors, *(rope.get(key) or 1 for key in ROPE)]
     scaling = rope and (rope["rope_type"], np.float32(numbers).tolist())  # float32 in a GGUF
-    return {key: v for key, v in config.items() if key not in OTHERS} | {"rope_scaling": scaling}
+    return {key: v for key, v in config.items() if key not in IGNORED} | {"rope_scaling": scaling}
 
 
 @pytest.mark.parametrize("name, arch", [
@@ -220,7 +220,7 @@ def comparable(config: dict) -> dict:
     ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),
 ])
-def test_every_family_gives_the_same_folder(tmp_path, name, arch):
+def test_gguf_and_hugging_face_sources_convert_alike(tmp_path, name, arch):
     hybrid = name in HYBRIDS
     reference = make_target(tmp_path / "in", name, mtp=hybrid)
     if hybrid:
@@ -233,7 +233,7 @@ def test_every_family_gives_the_same_folder(tmp_path, name, arch):
     for part in ("", "mtp") if hybrid else ("",):
         x, y = (load_file(folder / part / "model.safetensors") for folder in folders)
         assert x.keys() == y.keys()
-        for n in x:  # 1 is added and taken away, decays are raised to e and back
+        for n in x:  # norms + 1 - 1 and exp(log(decay)) are rounded
             off = 2e-6 if hybrid else 2e-7 if arch.startswith("gemma") and "norm" in n else 0
             torch.testing.assert_close(x[n], y[n], rtol=0, atol=off, msg=lambda m, n=n: f"{n}: {m}")
         one, two = (comparable(read_config(folder / part)) for folder in folders)
@@ -242,14 +242,14 @@ def test_every_family_gives_the_same_folder(tmp_path, name, arch):
 
 
 @pytest.mark.parametrize("label", ("dflash", "dflash-windows", "dflash2", "eagle3", "eagle3-normed"))
-def test_heads_give_the_same_folder(tmp_path, target, label):
+def test_gguf_and_hugging_face_heads_convert_alike(tmp_path, target, label):
     arch, _, variant = label.replace("2", "-2").partition("-")
     tensors, config = published(label, load_model(target)[0]) if arch == "dflash" else (
         head_state(), HEAD_CONFIG | {"head_dim": 8, "rope_theta": 5000.0, "target_hidden_size": 32})
     if variant == "normed":
         tensors["input_norm.weight"] = torch.rand(3 * 32, generator=torch.Generator().manual_seed(0))
         config |= {"norm_before_fc": True, "norm_before_residual": True}
-    if variant == "2":  # a GGUF has no such keys
+    if variant == "2":  # keys that GGUF lacks
         reads = config["dflash_config"]
         del reads["output_multiplier"], reads["final_logit_softcapping"]
     write_head(tmp_path / "in", tensors, config)
@@ -291,7 +291,7 @@ def test_heads_give_the_same_folder(tmp_path, target, label):
     assert comparable(read_config(one)) == comparable(read_config(two))
 
 
-def test_experts_in_mxfp4_stay_so(tmp_path):
+def test_mxfp4_experts_are_converted_as_stored(tmp_path):
     reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
     file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
     target, config = load_model(convert(file, tmp_path / "out", quiet=True))

@@ -27,14 +27,14 @@ from networks.weights import copy_head, own_state
 from tree import TreeShape
 
 
-def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
+def reference_eagle1(state, embed, lm_head, tokens, feature, hd):
     """Return (recurrent feature, logits): arXiv 2401.15077."""
     x = F.linear(torch.cat((embed[tokens], feature), -1), state["fc.weight"], state.get("fc.bias"))
     x = plain_layer(lambda n: state.get(f"layers.0.{n}"), x, x, hd)
     return x, x @ lm_head.T
 
 
-def papers_eagle3(state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False):
+def reference_eagle3(state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False):
     """Return (recurrent feature, logits): arXiv 2503.01840 and its variants; `feature` is the output of fc.
     """
     is_gemma = first + "layer_scalar" in state
@@ -74,16 +74,16 @@ def convert_head(tmp_path, target: Path, state: dict, config: dict, name: str = 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Return (folder, target) of a small LLaMA, and of one with tied embeddings."""
-    place, targets = tmp_path_factory.mktemp("base"), {}
+    root, targets = tmp_path_factory.mktemp("base"), {}
     for name in ("Llama-3", "Llama-3.2"):
-        _, folder = converted(place / name, name)
+        _, folder = converted(root / name, name)
         targets[name] = folder, load_model(folder)[0]
     return targets
 
 
 EAGLE1_HEADS = {
     "bias in the file and not in the config": ({"bias": True}, "Llama-3"),
-    "no bias in the file, none denied": ({}, "Llama-3"),
+    "no bias in the file, no bias key": ({}, "Llama-3"),
     "qkv bias (Qwen2)": ({"qkv_bias": True}, "Llama-3"),
     "own KV heads": ({"kv": 4}, "Llama-3"),
     "own embedding": ({"embedding": True}, "Llama-3"),
@@ -100,7 +100,7 @@ def test_eagle1_head(tmp_path, base, name):
     folder, target = base[which]
     state, config = make_head("eagle", **options)
     files = state, config
-    if name == "vLLM's copy":  # all is nested, with `model.` in front, and the target's matrices
+    if name == "vLLM's copy":  # nested config, prefix `model.`, and copies of the target's matrices
         copied = {f"model.{n}": t for n, t in state.items()} | {
             "model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.lm_head.weight}
         files = copied, {"model_type": "eagle", "model": config}
@@ -116,7 +116,7 @@ def test_eagle1_head(tmp_path, base, name):
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
     embed = state.get("embed_tokens.weight", target.embed.weight)
     lm_head = (target.lm_head or target.embed).weight
-    expected = papers_eagle1(state, embed, lm_head, tokens, features, 12)
+    expected = reference_eagle1(state, embed, lm_head, tokens, features, 12)
     assert close(run_head(head, tokens, features), expected)
     # Its features are normed target states.
     assert close([head.fuse(features)], [rms(features, target.norm.weight)])
@@ -126,7 +126,7 @@ def test_eagle1_head(tmp_path, base, name):
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = {"speculators_model_type": "eagle3", "norm_before_residual": False}
-EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
+EAGLE3_HEADS = {  # options of `make_head`, extra tensors, options of `reference_eagle3`
     "SafeAILab": ({}, (), {}),
     "SafeAILab, the whole vocabulary": ({"draft": V}, (), {}),
     "SpecForge, own head size and KV heads": (
@@ -172,7 +172,6 @@ def test_eagle3_head(tmp_path, base, name):
     for seed, n in enumerate(extra):
         width = 3 * H if n.startswith("input_norm") else H
         state[n] = 1 + 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(seed))
-    # The layer's shape is nested, outside only what is speculators' own.
     if "speculators_model_type" in config:
         shape = {k: config.pop(k) for k in list(config) if k in BASE and k != "architectures"}
         config["transformer_layer_config"] = shape
@@ -187,7 +186,7 @@ def test_eagle3_head(tmp_path, base, name):
     assert close([head.fuse(features)], [fused])
     embed = state.get("embed_tokens.weight", target.embed.weight)
     feature = torch.randn(20, hidden)
-    expected = papers_eagle3(
+    expected = reference_eagle3(
         state, embed, state["lm_head.weight"], tokens, feature, options.get("hd", 12),
         options.get("first", "midlayer."), **flags)
     assert close(run_head(head, tokens, feature), expected)
@@ -200,7 +199,7 @@ def test_eagle3_head(tmp_path, base, name):
     assert drafted == plain
 
 
-def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
+def test_head_without_lm_head_uses_the_target_lm_head(tmp_path, base):
     folder, target = base["Llama-3"]
     state, config = make_head("eagle3", draft=V)
     own = state.pop("lm_head.weight")
@@ -229,7 +228,7 @@ def test_draft_ids_are_sorted(tmp_path, base, key):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)
+AMBIGUOUS = {  # what the files leave open -> (config, words of the error, flags, the field that they set)
     "norm_before_residual": (
         {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"],
         ("norm_before_residual", True)),
@@ -239,16 +238,16 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
         {"eagle_config": {AUX: [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
         ("aux_layers", [3, 4, 5])),
     "aux layers, twice": (
-        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "give --aux-layers",
+        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "pass --aux-layers",
         ["--aux-layers", "2,4,5"], ("aux_layers", [2, 4, 5])),
-    "as many states as fc is wide": (
-        {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])),
+    "four hidden states": (
+        {"aux": 4}, "reads 4 hidden states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])),
 }
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", AMBIGUOUS)
 def test_ambiguous_layouts_need_a_flag(tmp_path, base, capsys, name):
-    changes, words, answer, (key, value) = QUESTIONS[name]
+    changes, words, flags, (key, value) = AMBIGUOUS[name]
     state, config = make_head("eagle3", first="layers.0.", **changes)
     head, target = write_head(tmp_path / "h", state, config), base["Llama-3"][0]
     command = ["--checkpoint", str(head), "--target", str(target), "--out", str(tmp_path / "o")]
@@ -256,19 +255,19 @@ def test_ambiguous_layouts_need_a_flag(tmp_path, base, capsys, name):
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1 and err[0].startswith("error: ") and words in err[0]
     assert not (tmp_path / "o").exists()
-    assert convert_main([*command, *answer]) == 0 and read_config(tmp_path / "o", "eagle3")[key] == value
+    assert convert_main([*command, *flags]) == 0 and read_config(tmp_path / "o", "eagle3")[key] == value
 
 
-# -- heads go out to a layout and come back with nothing lost; what cannot go out is refused -----------------
+# -- export --------------------------------------------------------------------------------------------------
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
-CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, and most do not say which
+CHANGES = (  # to an EAGLE-3 head
     *({"aux_layers": layers} for layers in ((3, 5, 7), (1, 2, 4), (2, 4, 8), (3, 5, 8))),
     {"windows": (9,), "activation": "gelu_tanh", "rope_scaling": YARN}, {"norm_before_residual": True},
     {"recycle_normed": True}, {"feature_norm": "each"}, {"feature_norm": "all"}, {"draft_window": 77},
 )
-THERE_AND_BACK = [
+ROUND_TRIPS = [
     (layout, changes) for changes in ({}, *CHANGES) for layout in ("sglang", "speculators")
 ]
 
@@ -285,13 +284,13 @@ def head_of(head: Head, target, changes: dict) -> Head:
     return copy_head(copy_head(head, target, torch.bfloat16), target, torch.float32)
 
 
-@pytest.mark.parametrize("layout, changes", THERE_AND_BACK, ids=str)
+@pytest.mark.parametrize("layout, changes", ROUND_TRIPS, ids=str)
 def test_export_round_trip(golden, models, tmp_path, layout, changes):
-    """Bit for bit; a head that the layout cannot describe is refused."""
+    """Converting an exported head restores it bit for bit; unsupported heads are rejected."""
     target, head = models
     head = head_of(head, target, changes)
     if layout == "sglang" and any("norm" in name for name in changes):
-        with pytest.raises(InputError, match="no place in"):
+        with pytest.raises(InputError, match=r"no layout supports|not supported in the sglang layout"):
             export(head, tmp_path / "out", layout, {})
         return
     export(head, tmp_path / "out", layout, read_config(golden))
@@ -309,9 +308,9 @@ def test_speculators_configs_name_the_targets_architecture(models, tmp_path, nam
     assert config["speculators_config"]["verifier"]["architectures"] == [f"{family}ForCausalLM"]
 
 
-def test_the_command(golden, tmp_path):
+def test_export_command(golden, tmp_path):
     command = ["--head", str(golden / "eagle3"), "--checkpoint", str(golden), "--out", str(tmp_path / "out")]
     assert main(command) == 0 and (tmp_path / "out" / "model.safetensors").is_file()
     config = json.loads((tmp_path / "out" / "config.json").read_text())["eagle_config"]
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # SGLang counts outputs of layers
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # SGLang's ids are layer outputs
     assert main([*command, "--force", "--layout", "speculators"]) == 0

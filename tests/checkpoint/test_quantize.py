@@ -47,11 +47,11 @@ def nearest(mode: str) -> tuple:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("mode, most, dtype, temperature", (
+@pytest.mark.parametrize("mode, max_error, dtype, temperature", (
     ("int8", 0.01, "fp32", 1.0), ("w8a8", 0.01, "bf16", 0.0), ("int4", 0.3, "bf16", 1.0),
     ("w4a8", 0.3, "fp32", 0.0), ("fp8", 0.05, "bf16", 0.0),
 ))
-def test_quantize_target_and_heads(golden, tmp_path, capsys, text, mode, most, dtype, temperature):
+def test_quantize_target_and_heads(golden, tmp_path, capsys, text, mode, max_error, dtype, temperature):
     """With int4 and w4a8 the layers are calibrated; lm_head and draft head become int8 and w8a8. Speculative
     output equals plain output.
     """
@@ -65,13 +65,13 @@ def test_quantize_target_and_heads(golden, tmp_path, capsys, text, mode, most, d
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
     model, config = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     beside = {"int4": "int8", "w4a8": "w8a8"}.get(mode, mode)
-    layer, found = model.layers[2].wqkv, config["quantization"]
-    kinds = found.pop("kinds", {})
-    written = {"mode": "stored" if four_bits else mode, "group": 0, "lm_head": beside}
-    assert found == written and (out / "tokenizer.json").is_file()
+    layer, scheme = model.layers[2].wqkv, config["quantization"]
+    kinds = scheme.pop("kinds", {})
+    expected = {"mode": "stored" if four_bits else mode, "group": 0, "lm_head": beside}
+    assert scheme == expected and (out / "tokenizer.json").is_file()
     assert not four_bits or kinds["layers.2.wqkv"] == "q4-32-row-min"
     weight = before["layers.2.wqkv.weight"]
-    assert 0 < (layer.dequantize(torch.float32) - weight).norm() / weight.norm() < most
+    assert 0 < (layer.dequantize(torch.float32) - weight).norm() / weight.norm() < max_error
     head = load_head(out / "eagle3", model, "eagle3")
     assert head.fc.mode == head.lm_head.mode == beside
     choose_backend("cpu").prepare(model, head)
@@ -108,8 +108,7 @@ def test_weights_and_scales_are_written_in_any_order(golden, tmp_path, monkeypat
     assert usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
 
 
-def test_untied_lm_head(tmp_path, capsys):
-    """When its mode differs from that of the layers."""
+def test_quantizing_unties_lm_head(tmp_path, capsys):
     config = {**CONFIG, "tie_word_embeddings": True}
     target = convert(write_source(tmp_path / "in", target_state(config), config), tmp_path / "t", quiet=True)
     for options, mode in ((("--lm-head", "int4"), "int4"), (("--keep-lm-head",), None), ((), "int8")):
@@ -126,22 +125,22 @@ def test_untied_lm_head(tmp_path, capsys):
 def test_calibration_reduces_the_error(golden, tmp_path, capsys, text):
     """Calibrated on a given text, and on text the target generates itself."""
     ids = torch.tensor([list(text.read_bytes()[:256])])
-    exact, _ = load_model(golden)
-    want, off = exact.logits(causal(exact, ids)[0]), []
+    original, _ = load_model(golden)
+    expected, errors = original.logits(causal(original, ids)[0]), []
     for i, method in enumerate((("--method", "nearest"), ("--calibrate", text), ())):
         out = tmp_path / str(i)
         code, printed = run(capsys, "--checkpoint", golden, "--out", out, *INT4, *method)
-        found = "of outputs" in printed.out, "calibration text" in printed.err
-        assert code == 0 and found == (i > 0, i > 1)
+        printed = "of outputs" in printed.out, "calibration text" in printed.err
+        assert code == 0 and printed == (i > 0, i > 1)
         model, _ = load_model(out)
-        off.append((model.logits(causal(model, ids)[0]) - want).norm() / want.norm())
-    assert max(off[1:]) < 0.8 * off[0]
+        errors.append((model.logits(causal(model, ids)[0]) - expected).norm() / expected.norm())
+    assert max(errors[1:]) < 0.8 * errors[0]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_quantize_head_at_load(golden, tmp_path, kind):
     """Equals the head written by quantize.py; modules shared with the target are not quantized. Weights whose
-    dtype differs from the config are refused, because kernels trust the config.
+    dtype differs from the config are rejected, because kernels trust the config.
     """
     assert quantize.main(["--checkpoint", str(golden / kind), "--out", str(tmp_path / "q")]) == 0
     target, _ = load_model(golden)
@@ -166,18 +165,18 @@ def test_families_are_calibrated(tmp_path, name):
     ids = torch.arange(256).view(2, 128) % 50
     plan = QuantizationPlan.from_folder(source, Scheme("int4", 32, "int8"))
     errors = quantize_folder(plan, tmp_path / "q", ids)
-    linear = [error for what, error in errors.values() if what == "of outputs"]
-    assert len(linear) >= 20 and max(linear) < 0.3
+    calibrated = [error for what, error in errors.values() if what == "of outputs"]
+    assert len(calibrated) >= 20 and max(calibrated) < 0.3
 
 
 @pytest.mark.parametrize("scheme", (Scheme("w8a8", 0, "w8a8"), Scheme("int4", 32, "int8")))
-def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
+def test_mxfp4_experts_are_not_requantized(tmp_path, scheme):
     _, source = converted(tmp_path, "gpt-oss in MXFP4", "bf16")
     ids = torch.arange(256).view(2, 128) % 50
     four_bits = scheme.mode == "int4"
     quantize_folder(QuantizationPlan.from_folder(source, scheme), tmp_path / "q", ids if four_bits else None)
-    (exact, _), (target, config) = map(load_model, (source, tmp_path / "q"))
+    (original, _), (target, config) = map(load_model, (source, tmp_path / "q"))
     assert config["quantization"]["experts"] == "mxfp4" and target.lm_head.mode == scheme.lm_head
-    for one, other in zip(exact.layers, target.layers):
+    for one, other in zip(original.layers, target.layers):
         assert torch.equal(one.mlp.w_down.weight, other.mlp.w_down.weight)
         assert other.wo.mode == ("q4" if four_bits else scheme.mode)

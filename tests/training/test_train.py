@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import quantize
 import train
-from checkpoint.folder import identity
+from checkpoint.folder import weights_fingerprint
 from checkpoint.load import load_head, load_model
 from engine.engine import Engine
 from engine.sampling import Sampling
@@ -51,7 +51,8 @@ def test_trained_heads(golden, trained, kind):
     shape |= {name: getattr(head.args, name, None) for name in ("drafts", "markov_rank")}
     untrained = new_head(target, kind, head.draft_ids, HeadShape(**shape), 0)
     paths = data.shards_in(folder / "head-work" / "data")
-    held_out, rows = data.hold_out(data.training_rows(data.read_shards(paths, 320, identity(target)), 200)[0])
+    lines = data.read_shards(paths, 320, weights_fingerprint(target))
+    held_out, rows = data.hold_out(data.training_rows(lines, 200)[0])
     with torch.no_grad():
         objectives = (TRAINED[kind].objective(target, x, 4) for x in (head, untrained))
         (loss, hits, *_), (untrained_loss, untrained_hits, *_) = (
