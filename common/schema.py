@@ -49,12 +49,12 @@ Layers = whole(1, 10_000)
 
 
 class InvalidValue(InputError):
-    """A key has an invalid value. The message names key, value and what is expected."""
+    """A key has an invalid value, or is unknown (`expected` is "")."""
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
         what = "is missing" if found is ABSENT else f"is {SHORT.repr(found)}"
-        super().__init__(f"{key} {what}; expected {expected}")
+        super().__init__(f"{key} {what}; expected {expected}" if expected else f"{key}: unknown key")
 
 
 def invalid_value(error: dict, path: Iterable, whole: str) -> InvalidValue:
@@ -63,8 +63,8 @@ def invalid_value(error: dict, path: Iterable, whole: str) -> InvalidValue:
     name = ".".join(filter(None, keys)) or whole
     if error["type"] == "missing":
         return InvalidValue(name, ABSENT, "a value")
-    expected = "no such key" if error["type"] == "extra_forbidden" else PYDANTIC.sub("", error["msg"])
-    return InvalidValue(name, error["input"], expected)
+    is_unknown = error["type"] == "extra_forbidden"
+    return InvalidValue(name, error["input"], "" if is_unknown else PYDANTIC.sub("", error["msg"]))
 
 
 @contextlib.contextmanager
