@@ -140,7 +140,7 @@ def test_lenient_requests_and_unknown_routes(server):
     for path, message in ("/v1/embeddings", "embeddings: not supported"), ("/v1/nothing/", "no such route"):
         response = server.post(path, input="x")
         assert response.status_code == 404 and message in response.json()["error"]["message"]
-    assert "model 'other' not response" in server.post(**CHAT, model="other").json()["error"]["message"]
+    assert "model 'other' not found" in server.post(**CHAT, model="other").json()["error"]["message"]
     assert httpx.head(f"{server.url}/v1/completions").status_code == 405
 
 
@@ -385,5 +385,5 @@ def test_server_exits_if_a_rank_dies(golden, tmp_path):
         assert end == "[DONE]" and "decoding failed" in reason
         assert server.process.wait(60) != 0  # well before collectives time out
         printed = server.printed()
-        assert printed.count("error: rank 0 of 2 has lost another one") == 1
+        assert printed.count("error: rank 0 of 2 has lost another rank") == 1
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
