@@ -113,8 +113,8 @@ class Options(argparse.ArgumentParser):
     """An argument parser with rules, and option groups that several commands share."""
 
     def __init__(self, description: str | None = None, **more):
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter, **more)
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._rules: list[Rule] = []
 

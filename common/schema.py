@@ -50,12 +50,12 @@ Layers = whole(1, 10_000)
 
 
 class InvalidValue(InputError):
-    """A key has an invalid value, or is unknown (`expected` is "")."""
+    """A key has an invalid value. The message has the key, the value and what is expected."""
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
         what = "is missing" if found is ABSENT else f"is {SHORT.repr(found)}"
-        super().__init__(f"{key} {what}; expected {expected}" if expected else f"{key}: unknown key")
+        super().__init__(f"{key} {what}; expected {expected}")
 
 
 def invalid_value(error: dict, path: Iterable, whole: str) -> InvalidValue:
@@ -64,8 +64,8 @@ def invalid_value(error: dict, path: Iterable, whole: str) -> InvalidValue:
     name = ".".join(filter(None, keys)) or whole
     if error["type"] == "missing":
         return InvalidValue(name, ABSENT, "a value")
-    is_unknown = error["type"] == "extra_forbidden"
-    return InvalidValue(name, error["input"], "" if is_unknown else BOILERPLATE.sub("", error["msg"]))
+    expected = "a known key" if error["type"] == "extra_forbidden" else BOILERPLATE.sub("", error["msg"])
+    return InvalidValue(name, error["input"], expected)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ BAD_REQUESTS = [("/v1/chat/completions", *case) for case in BAD_CHAT_REQUESTS] +
         ({"bad_words": [""]}, "bad_words.0 is "),
         ({"guided_choice": ["a"], "regex": "b"}, "set only one of"),
         ({"ebnf": "root ::= x"}, "cannot be used"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag: unknown key"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is 'x'; expected a known key"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0 is -1; expected greater than"))),
     *(("/v1/chat/completions", {name: value}, f"{name}: not supported") for name, value in (
         ("functions", [TOOL["function"]]), ("function_call", {"name": "f"}), ("chat_template", "x"),
