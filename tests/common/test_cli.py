@@ -77,7 +77,7 @@ def test_common_is_imported_first(command):
 def test_unencodable_output_is_replaced_with_one_warning(encoding, expected, monkeypatch, capsys):
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", out)
-    assert command(Options(), [], lambda o: print("é ", "猫", "😀", sep="", exit_info="")) == 0
+    assert command(Options(), [], lambda o: print("é ", "猫", "😀", sep="", end="")) == 0
     assert out.buffer.getvalue().decode(encoding) == expected
     assert capsys.readouterr().err.count("PYTHONIOENCODING") == (encoding != "utf-8")
 
