@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -75,11 +76,11 @@ def add_sampling(p: Options) -> None:
     """Add the sampling options, fields of `Sampling`."""
     group = p.add_argument_group("sampling")
     add, add_constraint = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    add("-n", "--max-new-tokens", type=int, default=256, metavar="N",
+    add("-n", "--max-new-tokens", type=positive, default=256, metavar="N",
         help="maximum number of new tokens (default 256)")
     add("--temperature", type=float, default=0.0, metavar="X",
         help="sampling temperature; 0 (default): greedy")
-    add("--top-p", type=float, default=1.0, metavar="X",
+    add("--top-p", type=within(1e-9, 1, float), default=1.0, metavar="X",
         help="nucleus sampling: keep the most probable tokens up to this total probability; 1 (default): off")
     add("--top-k", type=int, default=0, metavar="N", help="keep the N most probable tokens; 0 (default): off")
     add("--min-p", type=float, default=0.0, metavar="X",
@@ -138,7 +139,7 @@ def logit_bias(value: str) -> tuple[int, float]:
 
 def read_prompt_file(path: str) -> str:
     """Read a prompt file ("-": standard input) without its final newline."""
-    return read_text(*(("/dev/stdin",) if path == "-" else (path, "--prompt-file"))).removesuffix("\n")
+    return read_text("/dev/stdin" if path == "-" else path, "--prompt-file").removesuffix("\n")
 
 
 def read_options(args) -> tuple[Prompts, list[Sampling]]:
@@ -155,14 +156,13 @@ def read_options(args) -> tuple[Prompts, list[Sampling]]:
             prompts += read_prompts(path)
         else:
             prompts.append(read_prompt_file(path))
-    if not (prompts or args.interactive):
-        raise InputError("no prompt: pass --prompt TEXT (-p - reads standard input), --prompt-file,"
-                         " --prompt-ids or --interactive")
-    from engine.request import IS_EMPTY
+    if not (prompts or args.interactive or os.isatty(0)):
+        prompts = [read_prompt_file("-")]
+    if not all(prompts or [args.interactive]):
+        raise InputError("no prompt, or an empty one: pass --prompt TEXT, --prompt-file, --prompt-ids,"
+                         " standard input or --interactive")
     from engine.sampling import Sampling
 
-    if "" in prompts:
-        raise InputError(f"the prompt {IS_EMPTY}")
     if args.trace:
         from console import trace
 
@@ -173,9 +173,7 @@ def read_options(args) -> tuple[Prompts, list[Sampling]]:
         args.json_schema = read_schema(args.json_schema)
     sampling = Sampling(**{field.name: getattr(args, field.name, None) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(args.seed + i) % 2**64) for i in range(args.num_samples)]
-    if not prompts:  # --interactive
-        return [], samplings
-    return [p for p in prompts for _ in samplings], samplings * len(prompts)
+    return [p for p in prompts for _ in samplings], samplings * (len(prompts) or 1)
 
 
 def decode(args, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
@@ -183,7 +181,7 @@ def decode(args, prompts: Prompts, samplings: list[Sampling], runtime, ranks=Non
     from llm import LLM
 
     start_time = time.perf_counter()
-    batch = min(max(1, len(prompts)), args.batch_size or 16)
+    batch = min(len(prompts) or 1, args.batch_size or 16)
     llm = LLM(args.checkpoint, DraftOptions.from_options(args), batch_size=batch,
               max_seq_len=args.max_seq_len, log=log_stderr, ranks=ranks, verify=args.verify, **vars(runtime))
     engine = llm.engine
@@ -193,7 +191,7 @@ def decode(args, prompts: Prompts, samplings: list[Sampling], runtime, ranks=Non
     encoding = {"raw": args.raw, "system": args.system, "parse_special": args.parse_special}
     ids = []
     for i, prompt in enumerate(prompts):
-        name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
+        name = f"prompt {i + 1}" if prompts[1:] else "the prompt"
         ids.append(llm.encode(prompt, name=name, **encoding))
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])

@@ -175,7 +175,7 @@ def summary(requests: list[Request], drafts: bool, estimate: bool = True) -> str
     plain = times["plain"] if estimate and times["drafted"] and not requests[1:] else []
     return (
         counted(sum(len(r.ids) for r in requests), "token") + (f", {speed:.1f} tok/s" if speed else "")
-        + (f", about {speed * fmean(plain):.2f}x plain" if len(plain) > 3 else "")
+        + (f", about {min(speed * fmean(plain), fmean(lengths)):.2f}x plain" if plain[3:] else "")
         + (f", acceptance length {fmean(lengths):.2f}" if drafts and lengths else "")
         + f"; {', '.join(sorted({ENDINGS[r.finish] for r in requests}))}"
     )

@@ -1,4 +1,5 @@
-"""Plots in one style, written atomically."""
+"""Plots in one style, written atomically.
+"""
 from __future__ import annotations
 
 import contextlib

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from checkpoint.source import Entry, Source, open_source, resolve_source, unique
 from checkpoint.writer import Planned, write_checkpoint
 from common.cli import dtype_name, log_stderr
 from common.errors import InputError, counted, library_errors
+from common.names import program
 from common.schema import named
 from common.writing import staging
 from model import ModelArgs
@@ -108,6 +110,17 @@ def convert(
         print(f"wrote {out}: {model}, {sum(num_weights.values()) / 1e6:,.0f} million parameters{lm_head},"
               f" {stored}, {size / 1e9:,.2f} GB")
     return out
+
+
+def next_steps(out: Path, target: str | None = None) -> str:
+    """Return commands that use a converted folder on this machine. target: of a head."""
+    model, draft = quote(str(target or out)), "--speculate auto"
+    if target and out.parent.resolve() != Path(target).resolve():
+        draft = f"--draft {quote(str(out))}"
+    lines = [f"next: {program('generate')} -m {model} {draft} 'Why is the sky blue?'"]
+    if not (target or torch.cuda.is_available() or "quantization" in read_config(out)):
+        lines.append(f"faster on this CPU after: {program('quantize')} -m {model} --mode w8a8")
+    return "\n".join(lines)
 
 
 def is_head(checkpoint: str | Path) -> bool:

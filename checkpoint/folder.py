@@ -26,8 +26,13 @@ def check_unquantized(checkpoint: str | Path, config: dict | None = None) -> Non
         tensors = open_source(resolve_source(checkpoint)).tensors.values()
         quantized = next((entry.quantized for entry in tensors if entry.quantized), None)
     if quantized:
-        raise InputError(f"{checkpoint}: is already quantized ({quantized}); pass the unquantized checkpoint,"
-                         " or convert the source with --dtype bf16")
+        config = config or {"kind": "target", "source": checkpoint}
+        advice = "pass the unquantized checkpoint"
+        if config["kind"] == "target" and "source" in config:
+            out = quote(f"checkpoints/{Path(checkpoint).name.removesuffix('.gguf')}-bf16")
+            advice = (f"run {program('convert')} --checkpoint {quote(str(config['source']))} --dtype bf16"
+                      f" --out {out}; then quantize {out}")
+        raise InputError(f"{checkpoint}: is already quantized ({quantized}); {advice}")
 
 
 def how_to_convert(folder: Path, kind: str | None) -> str:

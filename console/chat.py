@@ -13,7 +13,7 @@ from engine.request import Request, encode
 from engine.sampling import Sampling
 from llm import summary
 
-HELP = "/reset starts over, /exit quits, Ctrl-C stops an answer; start with a space to send text with a /"
+HELP = "/reset starts over, /exit or /quit quits, Ctrl-C stops an answer; text with a / starts with a space"
 
 
 def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, show: Callable) -> int:
@@ -28,7 +28,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         log_stderr(HELP)
-        with contextlib.suppress(ImportError):  # not in all builds of Python
+        with contextlib.suppress(ImportError):  # Python may be built without it
             import readline  # noqa: F401  gives `input` line editing and a history
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)

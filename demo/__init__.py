@@ -1,1 +1,1 @@
-"""Download, verify and convert the demo's model."""
+"""The demo's model: fetched from the Python package index, checked, converted."""

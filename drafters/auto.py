@@ -40,21 +40,30 @@ def bytes_read(checkpoint: str | Path) -> int:
     )
 
 
-def find_draft_model(checkpoint: Path) -> Path | None:
-    """Return the folder next to the target's with the smallest model that may draft for it, if any.
+def same_vocabulary(one: dict, other: dict) -> bool:
+    """Return whether two targets may have the same token ids, by their config.json. Loading compares them."""
+    return abs(one["vocab_size"] - other["vocab_size"]) <= MAX_PADDING
 
-    It has the same vocabulary size, except for padding, and at most MAX_DRAFT_SIZE of the target's
-    `bytes_read`. Loading checks that the token ids are the same.
+
+def find_draft_model(checkpoint: Path, log: Callable[[str], None]) -> Path | None:
+    """Return the model beside the target's folder that may draft for it and reads the fewest bytes, if any.
+
+    It has the same vocabulary, and reads at most MAX_DRAFT_SIZE of the target's bytes. log: gets a line
+    about a larger one.
     """
-    vocabulary, sizes = read_config(checkpoint, "target")["vocab_size"], {}
-    max_size = MAX_DRAFT_SIZE * bytes_read(checkpoint)
-    for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
+    config, size, found = read_config(checkpoint, "target"), bytes_read(checkpoint), {}
+    for path in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
         with contextlib.suppress(InputError, OSError):  # not a converted model, or damaged
-            folder, other = config.parent, read_config(config.parent, "target")
-            same_vocabulary = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
-            if same_vocabulary and not other.get("delta_layers") and (size := bytes_read(folder)) <= max_size:
-                sizes[folder] = size
-    return min(sizes, key=sizes.get, default=None)
+            folder, other = path.parent, read_config(path.parent, "target")
+            if same_vocabulary(config, other) and not other.get("delta_layers"):
+                found[folder] = bytes_read(folder) / size
+    model = min(found, key=found.get, default=None)
+    if found.get(model, 1.0) <= MAX_DRAFT_SIZE:
+        return model
+    if found.get(model, 1.0) < 1 and read_config(model)["num_layers"] < config["num_layers"]:
+        log(f"--speculate auto: {model} reads {found[model]:.0%} of the target's bytes per token, over a"
+            " third, too slow as a draft model: quantize it with --mode w4a8 --lm-head w4a8, or try --draft")
+    return None
 
 
 def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None]) -> DraftOptions:
@@ -63,7 +72,10 @@ def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None])
 
     log: receives a line about the choice. Raises InputError if --draft is not a head.
     """
-    if drafting.draft and read_config(drafting.draft)["kind"] == TARGET:
+    if drafting.draft and (draft := read_config(drafting.draft))["kind"] == TARGET:
+        if not same_vocabulary(draft, target := read_config(checkpoint, "target")):
+            raise InputError(f"--draft {drafting.draft}: has a vocabulary of {draft['vocab_size']:,}, the"
+                             f" target one of {target['vocab_size']:,}; choose one of the target's family")
         too_large = bytes_read(drafting.draft) > MAX_DRAFT_SIZE * bytes_read(checkpoint)
         log(f"--draft {drafting.draft}: a draft model; drafting with lookup+draft-model"
             + "; it has over a third of the target's size and may be slower, see --compare" * too_large)
@@ -81,7 +93,7 @@ def choose(drafting: DraftOptions, checkpoint: Path, log: Callable[[str], None])
     if drafting.draft:
         raise InputError(f"--draft {drafting.draft}: --speculate auto supports no such head; pass its method"
                          " as --speculate")
-    if model := find_draft_model(checkpoint):
+    if model := find_draft_model(checkpoint, log):
         log(f"--speculate auto: drafting with lookup+draft-model, model {model}")
         return replace(drafting, method="lookup+draft-model", draft=model, window=None, optional=True)
     head_options = (("--tree", drafting.tree), ("--draft-window", drafting.window))

@@ -81,8 +81,8 @@ def load_drafter(setup: DrafterSetup) -> tuple[Transformer, dict]:
     if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
         if tokenizer is None or not same_ids(tokenizer, setup.tokenizer):
-            raise InputError(f"{folder}: has no tokenizer, or one with other ids than the target's;"
-                             " choose a model of the target's family")
+            what = "a tokenizer with other ids than the target's" if tokenizer else "no tokenizer"
+            raise InputError(f"{folder}: has {what}; choose a model of the target's family")
         if tokenizer.vocab_size > min(config["vocab_size"], vocab_size):
             raise InputError(f"{folder}: has {config['vocab_size']} rows in its embedding, the target"
                              f" {vocab_size};"

@@ -83,11 +83,13 @@ def expected_tau(tokens: float) -> float:
 
 
 def describe(config: dict, conversations: int, max_answer: int, epochs: int, flops: float) -> str:
-    """Format the hours of a run, see `phase_hours`, and its expected acceptance length."""
+    """Format the hours (minutes below 1) of a run, see `phase_hours`, and its expected acceptance length."""
     hours = phase_hours(config, conversations, max_answer, epochs, flops)
     tokens = conversations * max_answer * ANSWER_FRACTION
-    parts = ", ".join(f"{name} {value:.1f}" for name, value in hours.items())
+    unit, factor = ("hours", 1) if sum(hours.values()) >= 1 else ("minutes", 60)
+    parts = ", ".join(f"{name} {factor * value:.1f}" for name, value in hours.items())
     return (
-        f"about {sum(hours.values()):.1f} hours ({parts}) for {counted(conversations, 'conversation')},"
-        f" {epochs} epochs, at {flops / 1e9:,.0f} GFLOP/s; acceptance length about {expected_tau(tokens):.1f}"
+        f"about {factor * sum(hours.values()):.1f} {unit} ({parts}) for"
+        f" {counted(conversations, 'conversation')}, {epochs} epochs, at {flops / 1e9:,.0f} GFLOP/s;"
+        f" acceptance length about {expected_tau(tokens):.1f}"
         " (extrapolated from a 135M target, tree 60/7/10)")

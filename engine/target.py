@@ -124,7 +124,7 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
-        raise InputError(f"--device {device}: {first_line(e)}") from None
+        raise InputError(f"--device {device}: not available ({first_line(e)}); use --device cpu") from None
 
 
 def load_target(

@@ -6,15 +6,13 @@ state.pt the training state, log.jsonl the metrics, seconds the time used so far
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import math
 import re
 import shlex
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -55,27 +53,6 @@ LOW_TAU = 1.8  # acceptance length below which a warning is printed
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
-class _Timeout(BaseException):
-    """Raised on timeout. Not an Exception, so that handlers of compiler errors do not catch it."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float, message: str) -> Iterator[None]:
-    """Raise InputError, in the main thread, if the context takes longer."""
-    def stop(*_) -> None:
-        raise _Timeout
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except _Timeout:
-        raise InputError(message) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 class Session:
     """A run with the options `args` of `train.py`. Times are in `time.monotonic`.
 
@@ -84,6 +61,7 @@ class Session:
     - start_time: `started` minus the seconds used by earlier runs; --minutes counts from it
     - data_deadline: when data generation must end
     - seconds_after_data: rest of --minutes after the deadline
+    - min_minutes: estimated minimum of --minutes
     - rows, held_out: training and validation set (see `training.data`), set by `collect`
     - draft_ids: draft vocabulary, set by `collect`
     """
@@ -112,6 +90,7 @@ class Session:
         remaining = 60 * args.minutes - earlier if args.minutes else math.inf
         self.data_deadline = started + remaining * MAX_DATA_FRACTION
         self.seconds_after_data = remaining * (1 - MAX_DATA_FRACTION)
+        self.min_minutes = 1
         prompts = read_chats(args.prompts, log_stderr) if args.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(args.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # a run cut short uses prompts from all parts of the file
@@ -147,13 +126,15 @@ class Session:
             self.training_seconds = 3600 * (hours["features"] + hours["training"])
             if not args.minutes:
                 log_stderr(describe(*workload))
-            elif args.minutes < (minimum := min_minutes(self.config, args.max_new_tokens, flops)):
-                raise InputError(f"--minutes {args.minutes:g}: this model needs at least {minimum} on this"
-                                 " machine")
-        too_short = f"--minutes {args.minutes:g}: too short to load the model and compile kernels; raise it"
-        seconds = max(self.data_deadline - time.monotonic(), 1e-3)
-        with time_limit(seconds, too_short) if args.minutes else contextlib.nullcontext():
-            self.load()
+            self.min_minutes = min_minutes(self.config, args.max_new_tokens, flops)
+            if args.minutes and args.minutes < self.min_minutes:
+                raise InputError(f"--minutes {args.minutes:g}: this model needs at least {self.min_minutes}"
+                                 " on this machine")
+        self.load()
+        if time.monotonic() > self.data_deadline and not self.resumed:
+            raise InputError(f"--minutes {args.minutes:g}: half of it went to loading;"
+                             f" {self._raise_minutes()}")
+        self.work.mkdir(parents=True, exist_ok=True)
         self.collect()
         if args.collect_only:
             return
@@ -161,6 +142,11 @@ class Session:
         log = trainer.run()
         if processes.is_main:
             self.write(trainer, trainer.objective.trained(), log)
+
+    def _raise_minutes(self) -> str:
+        """Return advice: four times the time used so far, of which at most half was for data."""
+        used = (time.monotonic() - self.start_time) / 60
+        return f"raise --minutes to {math.ceil(4 * used) + self.min_minutes}"
 
     def load(self) -> None:
         """Load the target and --start, and the kernels. Raises InputError and OSError on bad input."""
@@ -172,7 +158,6 @@ class Session:
         self.start = load_head(args.start, self.target) if args.start else None
         # Reject an invalid shape before anything slow.
         head_args(self.target.args, args.kind, args.draft_vocab or vocab_size, self.shape, self.start)
-        self.work.mkdir(parents=True, exist_ok=True)
         on_cpu = torch.device(device).type == "cpu"
         backend = choose_backend("cpu", log=log_stderr) if on_cpu else TORCH_BACKEND
         self.compiled = not on_cpu or backend is not TORCH_BACKEND
@@ -195,7 +180,7 @@ class Session:
         self.held_out, self.rows = data.hold_out(self._rows())
         if not self.rows:
             raise InputError("fewer than two different prompts with usable answers: one is held out, none"
-                             f" is left to train on; {'raise --minutes' if args.minutes else 'add data'}")
+                             f" is left to train on; {self._raise_minutes() if args.minutes else 'add data'}")
         if self.start and not args.draft_vocab:
             self.draft_ids = self.start.draft_ids.cpu()
         elif "draft_vocab" in TRAINED[args.kind].options:
@@ -230,7 +215,8 @@ class Session:
         for reason, count in skipped.most_common(9):  # a template may give a different reason each time
             log_stderr(f"skipped {counted(count, 'conversation')}: {reason}")
         if not rows:
-            too_short = f", or --minutes {args.minutes:g} ended before they were generated: raise it"
+            too_short = f", or --minutes {args.minutes:g} ended before they were generated:"
+            too_short += f" {self._raise_minutes()}"
             raise InputError(f"no usable answers: all have fewer than {data.MIN_ANSWER_TOKENS} tokens or are"
                              f" beyond --max-len {args.max_len}{too_short if args.minutes else ''}")
         return rows

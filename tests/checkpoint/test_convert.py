@@ -16,10 +16,9 @@ from helpers.tokenizers import write_byte_tokenizer
 from safetensors.torch import load_file, save_file
 
 from checkpoint import writer
-from checkpoint.convert import convert, converted_folder
+from checkpoint.convert import convert, converted_folder, next_steps
 from checkpoint.load import load_model, read_config
 from common import writing
-from convert_checkpoint import next_steps
 from model import Transformer
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer

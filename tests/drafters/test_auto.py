@@ -2,12 +2,14 @@
 import shutil
 
 import pytest
+from helpers import edit
 from helpers.decoding import load
 from safetensors.torch import load_file, save_file
 
 from checkpoint.load import read_config
 from common.cli import Options
 from common.errors import InputError
+from drafters import auto
 from drafters.auto import log_unused_heads
 from drafters.published import OPENINGS, advice
 from engine.drafting import DraftOptions, add_drafting
@@ -60,9 +62,12 @@ def test_auto_with_draft_uses_that_head_or_model(folder, tmp_path):
         DraftOptions("auto", draft=tmp_path).resolve(folder, lambda line: None)
     options = DraftOptions("auto", draft=folder).resolve(folder, lambda line: None)  # a target
     assert options.method == "lookup+draft-model" and options.draft == folder
+    edit(shutil.copytree(folder, tmp_path / "other"), vocab_size=9999)
+    with pytest.raises(InputError, match="has a vocabulary of 9,999, the target one of 320"):
+        DraftOptions("auto", draft=tmp_path / "other").resolve(folder, print)
 
 
-def test_auto_uses_the_smallest_model_next_to_the_target(folder, golden, tmp_path):
+def test_auto_uses_the_smallest_model_next_to_the_target(folder, golden, tmp_path, monkeypatch):
     """By the bytes of its weights without the embedding, at most a third of the target's.
 
     Here it lacks layers, so drafting falls back to prompt lookup.
@@ -83,6 +88,11 @@ def test_auto_uses_the_smallest_model_next_to_the_target(folder, golden, tmp_pat
     assert (options.method, options.draft) == ("lookup+draft-model", tmp_path / "smaller") and len(log) == 1
     assert load(folder, "auto", compile=False, log=log.append).engine.drafter.network is None
     assert any(str(tmp_path / "smaller") in line and "falling back to prompt" in line for line in log), log
+    monkeypatch.setattr(auto, "MAX_DRAFT_SIZE", 0.0)
+    edit(tmp_path / "smaller", num_layers=1)
+    log.clear()
+    assert DraftOptions("auto").resolve(folder, log.append).method == "lookup"
+    assert f"{tmp_path / 'smaller'} reads " in log[0] and "quantize it with" in log[0]
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))

@@ -78,7 +78,7 @@ def folder(golden, tmp_path_factory) -> Path:
     ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': must be 1 to 1,024"),
     ({"method": "eagle3", "tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
     *(({"method": "draft-model", "draft": name}, f"{name}: {message}") for name, message in (
-        ("renamed", "has no tokenizer, or one with other ids"),
+        ("renamed", "has a tokenizer with other ids than the target's; choose"),
         ("smaller", "has 64 rows in its embedding, the target 320; their tokenizer has 258 ids"),
         ("short", "has a context of 64 tokens, less than 65; use --max-seq-len 64"),
     )),

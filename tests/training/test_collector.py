@@ -186,7 +186,9 @@ def test_estimated_hours_and_tau(golden, monkeypatch):
     assert sum(phase_hours(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
     assert min_minutes(config, 256, 1e12) == 1 < min_minutes(config, 256, 1e7)
     assert [expected_tau(tokens) for tokens in (1, 62_000, 10**9)] == [2.05, 2.21, 3.82]
-    assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e12)
+    assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e5)
+    assert " hours (data " in describe(config, 1000, 256, 4, 1e5)
+    assert " minutes (data " in describe(config, 60, 256, 4, 1e9)
 
 
 def test_estimate_runs_without_data(golden, capsys, monkeypatch):
