@@ -28,18 +28,20 @@ def parser() -> Options:
     """Return the parser of the command line."""
     p = Options(__doc__, usage="%(prog)s -m SOURCE [options]")
     add = p.add_argument
-    p.add_checkpoint("SOURCE: folder, hub id or .gguf")
+    p.add_checkpoint("Hugging Face folder, hub id (org/name) or .gguf file")
     add("--out", metavar="DIR",
-        help="output folder (default: checkpoints/NAME; for a head TARGET/KIND, such as TARGET/eagle3)")
-    add("--target", metavar="DIR", help="head: folder of its converted target")
+        help="output folder (default: checkpoints/NAME; for a head: TARGET/KIND, such as TARGET/eagle3)")
+    add("--target", metavar="DIR", help="the source is a head of this converted target")
     add("--dtype", choices=("keep", *DTYPES), default="keep",
         help="dtype of the weights (default keep: as in the source)")
     add("--aux-layers", type=layer_numbers, metavar="I,J,K",
-        help="head: target layers whose inputs it reads, such as 2,15,27 (default: from its config)")
+        help="head: target layers whose inputs are its features, such as 2,15,27 (default: from its config)")
     add("--norm-before-residual", action=argparse.BooleanOptionalAction,
-        help="EAGLE-3 head: does its residual stream start at the normed feature? (default: from its config)")
+        help="EAGLE-3 head: whether its residual stream starts at the feature after its norm (default: from"
+             " its config)")
     add("--recycle", choices=("normed", "raw"),
-        help="EAGLE-3 head with norm_output: whether the next draft step reads the normed hidden state")
+        help="EAGLE-3 head with norm_output: feed the next draft step the hidden state after the final norm"
+             " (normed) or before it (raw)")
     add("--template", default="auto", metavar="WHICH",
         help="chat template: vicuna, llama2 or a jinja file replaces the source's; auto (default): chosen by"
              " model name if the source has none; none: no template is added")
@@ -47,15 +49,15 @@ def parser() -> Options:
     return p
 
 
-def run(o) -> None:
+def run(args) -> None:
     """Run the command with these parsed options. Raises InputError on bad input."""
     use_threads()
-    options = HeadOptions(o.aux_layers, o.norm_before_residual, o.recycle)
+    options = HeadOptions(args.aux_layers, args.norm_before_residual, args.recycle)
     # Readers of malformed files raise many types of errors.
-    with library_errors(f"{o.checkpoint}: cannot be converted, probably malformed"):
-        out = convert(o.checkpoint, o.out, o.target, dtype=o.dtype, options=options, template=o.template,
-                force=o.force)
-    print(next_steps(out, o.target))
+    with library_errors(f"{args.checkpoint}: cannot be converted; it may be malformed"):
+        out = convert(args.checkpoint, args.out, args.target, dtype=args.dtype, options=options,
+                template=args.template, force=args.force)
+    print(next_steps(out, args.target))
 
 
 def main(argv: list[str] | None = None) -> int:

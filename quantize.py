@@ -39,7 +39,7 @@ from kernels.quantized import QuantizedLinear
 from kernels.scheme import GROUPS, INT4_MODES, LM_HEAD_MODES, MODES, Scheme, quantize_linears
 from tokens.tokenizer import Tokenizer
 
-PROMPTS = (  # their answers are the default calibration text
+PROMPTS = (  # the target's answers are the default calibration text
     "Explain how rain forms, step by step.",
     "Write a short story about a lighthouse keeper and a lost dog.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -50,9 +50,9 @@ PROMPTS = (  # their answers are the default calibration text
     "What are the differences between a virus and a bacterium?",
 )
 
-GROUP = 32
+DEFAULT_GROUP = 32
 CALIBRATION_LENGTH = 256  # tokens per sequence of --calibrate
-SEQUENCES, MAX_NEW_TOKENS = 16, 224  # sequences that the target generates, and new tokens of each
+SEQUENCES, MAX_NEW_TOKENS = 16, 224  # generated calibration text: number of sequences, new tokens of each
 
 
 def parser() -> Options:
@@ -62,43 +62,45 @@ def parser() -> Options:
     p.add_checkpoint("converted target or head; a Hugging Face folder, hub id or .gguf is converted first")
     add("--out", metavar="DIR", help="output folder (default: CHECKPOINT-MODE)")
     add("--mode", choices=MODES, default="int8",
-        help="mode of the linear layers (default int8): on CPUs w8a8, or w4a8 from 1B weights; fp8 for GPUs")
+        help="mode of the linear layers (default: int8). Fastest on CPUs: w8a8, or w4a8 from 1B weights on;"
+             " fp8: for GPUs")
     add("--group", type=int, choices=GROUPS,
-        help=f"int4, w4a8: group size, inputs that share a scale (default {GROUP})")
+        help=f"int4, w4a8: group size, inputs that share a scale (default {DEFAULT_GROUP})")
     add("--method", choices=("gptq", "nearest"),
-        help="int4, w4a8: gptq, with calibration (default for targets), or nearest, round to nearest")
+        help="int4, w4a8: gptq (default for targets; calibrated), or nearest (round to nearest)")
     add("--calibrate", metavar="FILE",
         help="gptq: calibration text (default: the target generates it); must differ from --text")
-    either = p.add_mutually_exclusive_group().add_argument
-    either("--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
-           help="mode of the lm_head (default: int8 with --mode int4, w8a8 with w4a8, else as --mode)")
-    either("--keep-lm-head", action="store_true", help="do not quantize the lm_head")
+    add_exclusive = p.add_mutually_exclusive_group().add_argument
+    add_exclusive("--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
+                  help="mode of the lm_head (default: int8 with --mode int4, w8a8 with w4a8, else --mode)")
+    add_exclusive("--keep-lm-head", action="store_true", help="do not quantize the lm_head")
     add("--text", metavar="FILE",
         help="print perplexity and top-1 agreement of both models on this text")
     add("--force", action="store_true", help="replace an existing output folder")
-    reject_if(lambda o: o.group and not {o.mode, o.lm_head} & {*INT4_MODES},
-           lambda o: f"--group {o.group}: only for int4 and w4a8; --mode {o.mode} has no groups")
-    reject_if(lambda o: (o.calibrate or o.method == "gptq") and (
-               o.mode not in INT4_MODES or o.method == "nearest"),
-           lambda o: "--calibrate and --method gptq: only for --mode int4 or w4a8 with gptq")
-    reject_if(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
-           lambda o: "--calibrate and --text: perplexity on the calibration text is too low; name two files")
+    reject_if(lambda args: args.group and not {args.mode, args.lm_head} & {*INT4_MODES},
+           lambda args: f"--group {args.group}: only for int4 and w4a8; --mode {args.mode} has no groups")
+    reject_if(lambda args: (args.calibrate or args.method == "gptq") and (
+               args.mode not in INT4_MODES or args.method == "nearest"),
+           lambda args: "--calibrate and --method gptq: only for --mode int4 or w4a8 with gptq")
+    reject_if(lambda args: args.calibrate and args.text and (
+               Path(args.calibrate).resolve() == Path(args.text).resolve()),
+           lambda args: "--calibrate and --text: perplexity on calibration text is too low; pass two files")
     return p
 
 
-def schemes(o):
-    """Return the schemes of the checkpoint itself and of the heads inside it."""
-    beside = LM_HEAD_MODES.get(o.mode, o.mode)
-    lm_head = None if o.keep_lm_head else o.lm_head or beside
-    group = (o.group or GROUP) if {o.mode, lm_head} & {*INT4_MODES} else 0
-    return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
+def schemes(args):
+    """Return the schemes of the checkpoint and of the heads in its folder."""
+    head_mode = LM_HEAD_MODES.get(args.mode, args.mode)
+    lm_head = None if args.keep_lm_head else args.lm_head or head_mode
+    group = (args.group or DEFAULT_GROUP) if {args.mode, lm_head} & {*INT4_MODES} else 0
+    return Scheme(args.mode, group, lm_head), Scheme(head_mode, 0, None if args.keep_lm_head else head_mode)
 
 
-def generate_text(checkpoint: Path, backend) -> Tensor:
-    """Return `SEQUENCES` answers [B, T] to `PROMPTS`, sampled from the target at temperature 1.
+def generate_calibration_ids(checkpoint: Path, backend) -> Tensor:
+    """Return the ids [B, T] of `SEQUENCES` answers to `PROMPTS`, sampled from the target at temperature 1.
 
-    The target runs in w8a8 on our kernels, several times faster than in bf16. Stop ids are ignored. Raises
-    InputError without a tokenizer of this model, or if the caches do not fit.
+    The target runs in w8a8, which is several times faster than bf16. Sequences do not end at stop ids. Raises
+    InputError without a matching tokenizer, or if the KV caches do not fit in memory.
     """
     (model, _), tokenizer = load_model(checkpoint), Tokenizer.load(checkpoint)
     if tokenizer is None:
@@ -115,82 +117,90 @@ def generate_text(checkpoint: Path, backend) -> Tensor:
             for event in engine.run(prompts, samplings, requests):
                 bar.update(len(event.ids))
         return torch.tensor([request.tokens[:length] for request in requests])
-    except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
+    except ValueError as e:  # KV caches do not fit, or the tokenizer does not match
         raise InputError(f"{checkpoint}: {e}") from None
 
 
-def calibration_text(o, text: str | None, source: Path, backend):
-    """Return calibration text [B, T]: --calibrate, whose content is `text`, or generated by the target.
+def calibration_ids(args, text: str | None, source: Path, backend):
+    """Return the ids [B, T] of the calibration text: `text`, from --calibrate, or generated by the target.
 
-    Raises InputError if there is none.
+    Raises InputError if generating fails.
     """
     if text is not None:
-        ids = text_ids(source, f"--calibrate {o.calibrate}", text, 2048, 8192)
+        ids = text_ids(source, f"--calibrate {args.calibrate}", text, 2048, 8192)
         return ids[: len(ids) // CALIBRATION_LENGTH * CALIBRATION_LENGTH].view(-1, CALIBRATION_LENGTH)
     try:
-        return generate_text(source, backend)
+        return generate_calibration_ids(source, backend)
     except InputError as e:
         raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 
 
 def report(source: Path, out: Path, errors: dict[str, tuple[str, float]]) -> None:
-    """Print sizes, and the relative error of each kind of layer."""
+    """Print file sizes, and the relative error of each type of layer.
+
+    errors: layer -> ("of weights" or "of outputs", relative error).
+    """
     before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, out))
     print(f"{out}: {before:,} -> {after:,} bytes ({after / before:.0%})")
-    kinds = defaultdict(list)
+    by_type = defaultdict(list)
     for name, (what, error) in sorted(errors.items()):
-        kinds[name.split(".")[-1], what].append((error, name))
-    for (kind, what), layers in kinds.items():
+        by_type[name.split(".")[-1], what].append((error, name))
+    for (layer_type, what), layers in by_type.items():
         mean = sum(error for error, _ in layers) / len(layers)
         worst, layer = max(layers)
-        print(f"  {kind:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
+        print(f"  {layer_type:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
               f" (worst {worst:.2%}, {layer})")
 
 
-def make_plans(o, source: Path, out: Path) -> dict[str, QuantizationPlan]:
-    """Return the plan of each folder to quantize, by subfolder of `out`: "" is the source itself.
+def make_plans(args, source: Path, out: Path) -> dict[str, QuantizationPlan]:
+    """Return subfolder -> plan; "": the checkpoint itself.
 
-    Raises InputError, before anything is loaded, on options that do not fit the source.
+    Raises InputError on options that do not fit the source.
     """
     kind = read_config(source)["kind"]
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
-    for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
-    for flag, given in for_targets.items():
-        if given and not is_target:
+    target_flags = {"--text": args.text, "--calibrate": args.calibrate,
+                    "--method gptq": args.method == "gptq"}
+    for flag, is_set in target_flags.items():
+        if is_set and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
     heads = [kind for kind in sorted(HEADS) if is_target and (source / kind / CONFIG).is_file()]
-    stale = [kind for kind in HEADS if is_target and kind not in heads and (out / kind).exists()]
-    if stale:
-        raise InputError(f"{out}: has heads that {source} does not have ({', '.join(stale)}); delete them or"
-                         " choose another --out")
+    stale_heads = [kind for kind in HEADS if is_target and kind not in heads and (out / kind).exists()]
+    if stale_heads:
+        raise InputError(f"{out}: has heads that {source} lacks ({', '.join(stale_heads)}); delete them"
+                         " or choose another --out")
     for name in ("", *heads):
-        check_out(out / name, name or kind, o.force)
-    scheme, of_heads = schemes(o)
-    return {name: QuantizationPlan.from_folder(source / name, of_heads if name else scheme, name or kind)
+        check_out(out / name, name or kind, args.force)
+    scheme, head_scheme = schemes(args)
+    return {name: QuantizationPlan.from_folder(source / name, head_scheme if name else scheme, name or kind)
             for name in ("", *heads)}
 
 
-def run(o) -> None:
+def run(args) -> None:
     """Run the command with these parsed options. Raises InputError and OSError on bad input."""
-    compared, calibrate = (read_text(file, what=flag) if file else None
-                           for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)))
-    ready = is_converted(o.checkpoint)
-    folder = o.checkpoint.rstrip("/") if ready else default_folder(o.checkpoint)
-    out = Path(o.out or f"{folder}-{o.mode}")
+    evaluation_text, calibration_text = (read_text(file, what=flag) if file else None
+                           for flag, file in (("--text", args.text), ("--calibrate", args.calibrate)))
+    source_is_converted = is_converted(args.checkpoint)
+    folder = args.checkpoint.rstrip("/") if source_is_converted else default_folder(args.checkpoint)
+    out = Path(args.out or f"{folder}-{args.mode}")
     check_replaceable("--out", str(out))
-    if not ready:  # check first: converting takes long
-        check_out(out, "target", o.force)
-        check_unquantized(o.checkpoint)
-    source = Path(converted_folder(o.checkpoint, log_stderr))
-    plans = make_plans(o, source, out)
+    if not source_is_converted:  # check before converting, which takes minutes
+        check_out(out, "target", args.force)
+        check_unquantized(args.checkpoint)
+    source = Path(converted_folder(args.checkpoint, log_stderr))
+    plans = make_plans(args, source, out)
     use_threads()
     backend = choose_backend("cpu", log=log_stderr)
-    ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
+    ids = None
+    if evaluation_text is not None:
+        ids = text_ids(source, f"--text {args.text}", evaluation_text, 16, 16384)
     is_target = plans[""].source_config["kind"] == "target"
-    calibrated = is_target and o.mode in INT4_MODES and o.method != "nearest"
-    calibration_ids, errors = calibration_text(o, calibrate, source, backend) if calibrated else None, {}
+    is_calibrated = is_target and args.mode in INT4_MODES and args.method != "nearest"
+    inputs, errors = None, {}
+    if is_calibrated:
+        inputs = calibration_ids(args, calibration_text, source, backend)
 
     def run_linear(layer: QuantizedLinear, x: Tensor) -> Tensor:
         with backend.threads():
@@ -199,12 +209,12 @@ def run(o) -> None:
     # Target and heads are replaced together.
     with staging(out) as folder:
         for name, plan in plans.items():
-            errors[name] = quantize_folder(plan, folder / name, None if name else calibration_ids, run_linear)
+            errors[name] = quantize_folder(plan, folder / name, None if name else inputs, run_linear)
     for name in plans:
         report(source / name, out / name, errors[name])
     if ids is not None:
         result = compare(source, out, ids, backend.prepare)
-        print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
+        print(f"on {result['tokens']:,} tokens of {args.text}: perplexity {result['perplexity']:.3f} ->"
               f" {result['quantized_perplexity']:.3f}, top-1 agreement {result['agreement']:.1%}")
     if is_target:
         print(next_steps(out))

@@ -1,5 +1,4 @@
-"""Command line, alternating timing, tables and result files of all benchmarks.
-"""
+"""Command line, alternating timing, tables and result files of all benchmarks."""
 from __future__ import annotations
 
 import argparse
@@ -20,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 WARM_UP = 16  # tokens decoded before timing starts
-sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
+sys.path.insert(0, str(ROOT))  # makes the project importable, also in files that import this one
 
 from common.cli import log_stderr, positive, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
@@ -49,39 +48,39 @@ def options(description: str, name: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--threads", type=positive, default=2, help="CPU threads (default 2)")
-    p.add_argument("--name", default=name, help=f"of the result file in benchmarks/results, or OUT ({name})")
+    p.add_argument("--name", default=name, help=f"name of the result file (default {name})")
     return p
 
 
-def add_model(p: argparse.ArgumentParser, **how) -> None:
-    """Add --checkpoint (how: more arguments of argparse) and --shape, and require one of them."""
-    one = p.add_mutually_exclusive_group(required=True)
-    one.add_argument("--checkpoint", help="converted target with its EAGLE-3 head", **how)
-    one.add_argument("--shape", help="random weights of a published shape, see benchmarks/shapes.py")
+def add_model(p: argparse.ArgumentParser, **checkpoint_options) -> None:
+    """Add --checkpoint, with these options of argparse, and --shape. Require one of them."""
+    group = p.add_mutually_exclusive_group(required=True)
+    group.add_argument("--checkpoint", help="converted target with its EAGLE-3 head", **checkpoint_options)
+    group.add_argument("--shape", help="random weights of a published shape, see benchmarks/shapes.py")
 
 
 def run(p: argparse.ArgumentParser, action: Callable, argv: list[str] | None) -> int:
     """Parse a command line and run action(options). Return the exit status of `common.cli.run_command`."""
-    o = p.parse_args(argv)
+    args = p.parse_args(argv)
 
-    def threaded() -> None:
-        use_threads(o.threads, log_stderr)
-        o.threads = torch.get_num_threads()
-        action(o)
+    def run_with_threads() -> None:
+        use_threads(args.threads, log_stderr)
+        args.threads = torch.get_num_threads()
+        action(args)
 
-    return run_command(threaded, OSError, ValueError)
+    return run_command(run_with_threads, OSError, ValueError)
 
 
 def last_isa() -> str | None:
-    """Return the instruction set of the CPU kernels loaded last, None before any were."""
+    """Return the instruction set of the CPU kernels loaded last, None if there is none."""
     return next(reversed(CpuBackend.loaded), None)
 
 
-def describe(o: argparse.Namespace) -> dict:
+def describe(args: argparse.Namespace) -> dict:
     """Return date, device, threads and torch version, for result files."""
-    on_gpu = CUDA and not (getattr(o, "device", None) or "").startswith("cpu")
+    on_gpu = CUDA and not (getattr(args, "device", None) or "").startswith("cpu")
     return {
-        "date": datetime.date.today().isoformat(), "threads": o.threads, "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(), "threads": args.threads, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else cpuinfo("model name") or platform.machine(),
     }
 
@@ -93,13 +92,13 @@ def write(name: str, record: dict) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable], digits: int = 2) -> str:
-    """Return a Markdown table below a line about the machine. None gives an empty cell."""
+def table(record: dict, columns: Iterable[str], rows: Iterable[Iterable], digits: int = 2) -> str:
+    """Return a Markdown table below a line machine the machine. None gives an empty cell."""
     def cell(value: object) -> str:
         return f"{value:.{digits}f}" if isinstance(value, float) else "" if value is None else str(value)
 
-    about = f"{record['device']}, {last_isa()}, {record['threads']} threads"
-    lines = [f"{about}, torch {record['torch']}, {record['date']}", "", f"| {' | '.join(heads)} |"]
+    machine = f"{record['device']}, {last_isa()}, {record['threads']} threads"
+    lines = [f"{machine}, torch {record['torch']}, {record['date']}", "", f"| {' | '.join(columns)} |"]
     lines.append("|---" * lines[-1].count(" | ") + "|---|")
     return "\n".join(lines + [f"| {' | '.join(map(cell, row))} |" for row in rows])
 
@@ -115,10 +114,10 @@ def median_seconds(call: Callable[[], object], device: torch.device | str, repea
     times = []
     for _ in range(2 + repeat):
         synchronize(device)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         call()
         synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start_time)
     return statistics.median(times[2:])
 
 
@@ -126,17 +125,17 @@ def bandwidth(device: torch.device | str) -> float:
     """Return the memory bandwidth in bytes per second: the better of copying and summing a large tensor."""
     n = 2**28 if torch.device(device).type == "cuda" else 2**26
     a, b = torch.zeros(n, device=device), torch.empty(n, device=device)
-    works = (lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)
-    return max(moved / median_seconds(work, device) for work, moved in works)
+    operations = (lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)
+    return max(moved / median_seconds(call, device) for call, moved in operations)
 
 
 class Decoded(NamedTuple):
     """A program's answer to one prompt."""
 
     ids: list[int]
-    rate: float  # tokens after the first per second; 0 if there is only one token
+    rate: float  # tokens per second after the first; 0 if there is only one
     accept_lengths: list[int] = []  # tokens emitted by each step; empty if unknown
-    steps: int = 0  # number of steps, if only this is known
+    steps: int = 0  # number of steps, if accept_lengths is unknown
 
 
 Contender = Callable[[list[int], int], Decoded]  # (prompt ids, max. new tokens) -> answer

@@ -23,16 +23,16 @@ from tokens.convert import copy_files
 def as_llama(target: Transformer):
     """Return a LlamaForCausalLM of transformers on the target's own tensors.
 
-    Raise InputError if the target is no LLaMA whose rotary embeddings are plain or scaled as Llama 3.1's.
+    Raise InputError if the target is not a LLaMA with RoPE that is unscaled or scaled like Llama 3.1's.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     a = target.args
     if a.rope_scaling and a.rope_scaling.get("rope_type") != "llama3":
-        raise InputError("transformers: this target scales its rotary embeddings in a way not handed over")
+        raise InputError("transformers: the RoPE scaling of this target is not supported here")
     if type(target) is not Transformer or a.qkv_bias or a.qk_norm or any(a.windows):
-        raise InputError("transformers: this target is no LLaMA, or has windows")
+        raise InputError("transformers: this target is not a LLaMA, or has sliding windows")
     weights = {
         "model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight,
         "lm_head.weight": target.output_layer.weight,
@@ -55,57 +55,57 @@ def as_llama(target: Transformer):
     )
     with meta_modules():
         llama = LlamaForCausalLM(config)
-    llama.load_state_dict(weights, assign=True)  # the weights keep their dtype, the rotary embeddings float32
+    llama.load_state_dict(weights, assign=True)  # keeps the weights' dtype, and float32 for RoPE
     llama.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.embed.device)
     return llama.eval()
 
 
 class HuggingFace:
-    """Greedy `generate` of a model of transformers. options: more arguments of it."""
+    """Greedy `generate` of a transformers model. options: more arguments of `generate`."""
 
     def __init__(self, model, stop_ids: list[int], **options):
         self.model, self.stop_ids, self.options = model, stop_ids, options
         self.pad = stop_ids[0] if stop_ids else 0
 
     @torch.no_grad()
-    def decode_together(self, prompts: list[list[int]], limits: list[int]) -> tuple[list[list[int]], float]:
-        """Decode prompts that are padded to one length, each to at most its limit of tokens.
+    def decode_batch(self, prompts: list[list[int]], limits: list[int]) -> tuple[list[list[int]], float]:
+        """Decode a batch of left-padded prompts, each up to its limit of tokens.
 
-        Return the answers, and the tokens per second of a row after its first.
+        Return the answers, and the tokens per second of a sequence after the first.
         """
         from transformers import StoppingCriteriaList
 
-        longest, device, marks = max(map(len, prompts)), self.model.device, []
+        longest, device, step_times = max(map(len, prompts)), self.model.device, []
         rows = torch.tensor([[self.pad] * (longest - len(ids)) + ids for ids in prompts], device=device)
-        seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-        most = torch.tensor(limits, device=device)
+        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+        max_new = torch.tensor(limits, device=device)
 
-        def full(input_ids, scores, **_) -> torch.Tensor:
-            marks.append((time.perf_counter(), input_ids.shape[1]))
-            return input_ids.shape[1] - longest >= most
+        def reached_limit(input_ids, scores, **_) -> torch.Tensor:
+            step_times.append((time.perf_counter(), input_ids.shape[1]))
+            return input_ids.shape[1] - longest >= max_new
 
         out = self.model.generate(
-            rows, attention_mask=seen, max_new_tokens=max(limits), do_sample=False, pad_token_id=self.pad,
-            eos_token_id=self.stop_ids or None, stopping_criteria=StoppingCriteriaList([full]),
+            rows, attention_mask=mask, max_new_tokens=max(limits), do_sample=False, pad_token_id=self.pad,
+            eos_token_id=self.stop_ids or None, stopping_criteria=StoppingCriteriaList([reached_limit]),
             **self.options,
         )
-        seconds, later = time.perf_counter() - marks[0][0], out.shape[1] - marks[0][1]
-        answers = [self._to_its_end(ids[:n]) for ids, n in zip(out[:, longest:].tolist(), limits)]
+        seconds, later = time.perf_counter() - step_times[0][0], out.shape[1] - step_times[0][1]
+        answers = [self._cut_after_stop(ids[:n]) for ids, n in zip(out[:, longest:].tolist(), limits)]
         return answers, later / seconds if later else 0.0
 
     def decode(self, ids: list[int], tokens: int) -> Decoded:
-        """Decode a prompt. The clock starts with the first tokens."""
-        (answer,), rate = self.decode_together([ids], [tokens])
+        """Decode a prompt. Timing starts at the first token."""
+        (answer,), rate = self.decode_batch([ids], [tokens])
         return Decoded(answer, rate)
 
-    def _to_its_end(self, ids: list[int]) -> list[int]:
-        """Cut the padding after a stop id."""
+    def _cut_after_stop(self, ids: list[int]) -> list[int]:
+        """Remove padding after a stop id."""
         return next((ids[: i + 1] for i, token in enumerate(ids) if token in self.stop_ids), ids)
 
 
-def write_folder(o) -> None:
+def write_folder(args) -> None:
     """Write a target and its tokenizer as a Hugging Face folder. Raise InputError if it exists."""
-    checkpoint, out = Path(o.checkpoint), Path(o.out)
+    checkpoint, out = Path(args.checkpoint), Path(args.out)
     if out.exists():
         raise InputError(f"--out {out}: exists; choose another folder")
     target, config = load_model(checkpoint)
@@ -116,7 +116,7 @@ def write_folder(o) -> None:
         model.save_pretrained(part)
         copy_files(checkpoint, part)
         if (part / "tokenizer.json").exists():
-            # Else transformers takes any LLaMA's tokenizer for SentencePiece and adds tokens to it.
+            # Otherwise transformers treats a LLaMA's tokenizer as SentencePiece, and adds tokens.
             file = part / "tokenizer_config.json"
             settings = read_json(file) if file.exists() else {}
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "")
     p.add_argument("--checkpoint", required=True, help="converted target")
-    p.add_argument("--out", required=True, help="folder to make")
+    p.add_argument("--out", required=True, help="output folder")
     return bench.run(p, write_folder, argv)
 
 

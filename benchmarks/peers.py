@@ -60,12 +60,12 @@ def ours_of(o, slots: int) -> dict[str, Entry]:
         is_quantized = checkpoint and "quantization" in read_config(checkpoint)
         suffix = f" {Path(checkpoint).name}" if is_quantized else ""
         plain = f"ours plain{suffix}"
-        found[plain] = Entry(model.runner(max_seq_len=slots).warm_up(every=False).decode)
+        found[plain] = Entry(model.runner(max_seq_len=slots).warm_up(exhaustive=False).decode)
         for method, _, draft in (each.partition("=") for each in o.methods):
             for tree in map(read_tree, o.tree) if o.tree else (PAPER_TREE if o.shape else None,):
                 runner = model.runner(method, tree, draft=draft or None, max_seq_len=slots)
                 name = f"ours {method}{f' {tree.name}' if o.tree else ''}{suffix}"
-                found[name] = Entry(runner.warm_up(every=False).decode, plain)
+                found[name] = Entry(runner.warm_up(exhaustive=False).decode, plain)
     return found
 
 

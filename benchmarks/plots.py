@@ -1,5 +1,4 @@
-"""Plots in one style, written atomically.
-"""
+"""Plots in one style, written atomically."""
 from __future__ import annotations
 
 import contextlib

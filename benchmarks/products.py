@@ -31,22 +31,22 @@ from kernels.cpu import CpuBackend
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 from kernels.stored import int4_kind
-from quantize import GROUP
+from quantize import DEFAULT_GROUP
 
-PAUSE = 0.02  # seconds, after which the threads of PyTorch's products no longer spin
+PAUSE = 0.02  # seconds until idle threads of PyTorch's products stop spinning
 
 
-def weights_of(o) -> list[Tensor]:
+def weights_of(args) -> list[Tensor]:
     """Return every matrix that a pass reads, in bf16. Raise InputError on a quantized checkpoint."""
-    target = ours.plain_modules(o.checkpoint, o.shape, dtype="bf16", device=o.device)
+    target = ours.plain_modules(args.checkpoint, args.shape, dtype="bf16", device=args.device)
     linears = [m for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     if len(linears) < target.args.num_layers:
-        raise InputError(f"{o.checkpoint}: is quantized; pass the unquantized checkpoint")
+        raise InputError(f"{args.checkpoint}: is quantized; pass the checkpoint before quantization")
     return [linear.weight for linear in linears] + [target.output_layer.weight]
 
 
 def int8pack(weight: Tensor) -> Callable:
-    """Return PyTorch's own product with int8 weights."""
+    """Return PyTorch's product with int8 weights."""
     layer = QuantizedLinear.from_weight(weight, None, "int8")
     q, scale = layer.weight.data, layer.scale.data.flatten().to(torch.bfloat16)
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
@@ -59,12 +59,12 @@ def unquantized(backend: CpuBackend, weight: Tensor) -> PackedLinear:
     return PackedLinear(backend, linear, torch.bfloat16)
 
 
-def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
-    """Return all kinds of products by name."""
+def products_of(weights: list[Tensor], args) -> dict[str, list[Callable]]:
+    """Return name of the kind of product -> product of each layer."""
     on_cpu = weights[0].device.type == "cpu"
     modes = {mode: mode for mode in (("int8", "w8a8") if on_cpu else ("int8", "fp8"))}
-    if all(w.shape[1] % GROUP == 0 for w in weights):
-        modes["4 bits"] = int4_kind(GROUP)
+    if all(w.shape[1] % DEFAULT_GROUP == 0 for w in weights):
+        modes["4 bits"] = int4_kind(DEFAULT_GROUP)
     products = {
         "PyTorch whole": [partial(F.linear, weight=w) for w in weights],
         "PyTorch int8pack": [int8pack(w) for w in weights],
@@ -75,8 +75,8 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
             choose_backend(weights[0].device).prepare(nn.ModuleList(layers))
             products[f"ours {name}"] = layers
         return products
-    for wanted in o.isa or [None]:
-        backend = CpuBackend.load(wanted, log_stderr)
+    for isa in args.isa or [None]:
+        backend = CpuBackend.load(isa, log_stderr)
         products[f"{backend.name} whole"] = [unquantized(backend, w) for w in weights]
         for name, mode in modes.items():
             layers = [QuantizedLinear.from_weight(w, None, mode) for w in weights]
@@ -91,43 +91,46 @@ def multiply(layers: list[Callable], inputs: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def action(o) -> None:
-    """Time all products in turns. Print the table."""
-    weights = weights_of(o)
-    device, products, calls = weights[0].device, products_of(weights, o), {}
+def action(args) -> None:
+    """Time all products, alternating. Print the table."""
+    weights = weights_of(args)
+    device, products, calls = weights[0].device, products_of(weights, args), {}
     for name, product in products.items():
-        for rows in o.rows:
+        for rows in args.rows:
             inputs = [torch.randn(1, rows, w.shape[1], dtype=w.dtype, device=device) for w in weights]
             try:
                 call = ours.captured(partial(multiply, product, inputs), device)
-                call()  # it warms up, and what fails fails here
+                call()  # warmup; unsupported products fail here
                 calls[name, rows] = call
             except RuntimeError as e:
-                log_stderr(f"{name}, {rows} rows: left out ({first_line(e)})")
+                log_stderr(f"{name}, {rows} tokens: skipped ({first_line(e)})")
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    for _ in range(o.repeat):
+    for _ in range(args.repeat):
         for (name, rows), call in calls.items():
             synchronize(device)
             time.sleep(PAUSE)
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             call()
             synchronize(device)
-            times[name, rows].append(time.perf_counter() - began)
+            times[name, rows].append(time.perf_counter() - start_time)
     medians = {key: statistics.median(t) * 1e3 for key, t in times.items()}
-    found = {name: [medians.get((name, rows)) for rows in o.rows] for name in products}
-    record = bench.describe(o) | {"checkpoint": o.checkpoint or o.shape, "rows": o.rows}
-    print(bench.table(record, ["ms", *(f"{n} rows" for n in o.rows)], [[k, *v] for k, v in found.items()]))
-    bench.write(o.name, record | {"milliseconds": found})
+    table = {name: [medians.get((name, rows)) for rows in args.rows] for name in products}
+    record = bench.describe(args) | {"checkpoint": args.checkpoint or args.shape, "rows": args.rows}
+    columns = ["ms", *(f"{n} tokens" for n in args.rows)]
+    print(bench.table(record, columns, [[k, *v] for k, v in table.items()]))
+    bench.write(args.name, record | {"milliseconds": table})
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "products")
     bench.add_model(p)
-    p.add_argument("--isa", nargs="+", metavar="NAME", help="of our CPU kernels (default: the best)")
-    p.add_argument("--rows", nargs="+", type=positive, default=[1, 8, 16, 32, 64], metavar="T")
-    p.add_argument("--repeat", type=positive, default=15)
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument("--isa", nargs="+", metavar="NAME",
+                   help="instruction sets of our CPU kernels (default: the best)")
+    p.add_argument("--rows", nargs="+", type=positive, default=[1, 8, 16, 32, 64], metavar="T",
+                   help="numbers of tokens (default 1 8 16 32 64)")
+    p.add_argument("--repeat", type=positive, default=15, help="timings of each product (default 15)")
+    p.add_argument("--device", help="device (default: cuda if available, else cpu)")
     return bench.run(p, action, argv)
 
 

@@ -26,7 +26,7 @@ METHODS = {"none": "plain decoding", "eagle3": "EAGLE-3"}
 RUNS = 5
 COLUMNS, LINES = 60, 20  # characters of a terminal
 CHAR_WIDTH, LINE_HEIGHT, LEFT, TOP = 7.2, 17, 16, 84  # pixels: character, line, margins
-TICK, PAUSE = 0.2, 5.0  # seconds between updates of the token count; seconds before the animation repeats
+TICK, PAUSE = 0.2, 5.0  # seconds between updates of the token count; seconds before the animate repeats
 TEXT, DRAFTED, DIM, BACKGROUND = "#e6edf3", "#7ee787", "#8b949e", "#0d1117"
 
 
@@ -45,26 +45,26 @@ def record(llm: LLM, prompt: str, tokens: int) -> dict:
 
 def positions(text: str) -> list[tuple[int, int]]:
     """Return line and column of each character of word-wrapped text."""
-    found, line = [], 0
+    cells, line = [], 0
     for paragraph in text.split("\n"):
         rows = textwrap.wrap(paragraph, COLUMNS, drop_whitespace=False) or [""]
-        found += [(line + y, x) for y, row in enumerate(rows) for x in range(len(row))]
+        cells += [(line + y, x) for y, row in enumerate(rows) for x in range(len(row))]
         line += len(rows)
-        found.append((line - 1, len(rows[-1])))  # the line's end
-    return found
+        cells.append((line - 1, len(rows[-1])))  # of the line break
+    return cells
 
 
 def text_element(
     x: float, y: float, text: str, color: str, times: tuple[float, ...] = (), size: int = 12
 ) -> str:
     """Return a text element. times: when it appears and disappears, as fractions of the duration."""
-    play = ""
+    animate = ""
     if times:
         keys, values = ";".join(f"{t:.4f}" for t in (0, *times)), ";".join("010"[: len(times) + 1])
-        play = (f'<animate attributeName="opacity" calcMode="discrete" keyTimes="{keys}" values="{values}"'
-                ' dur="DURATION" repeatCount="indefinite"/>')
-    wide = f'textLength="{len(text) * CHAR_WIDTH * size / 12}"'  # independent of the font
-    return f'<text x="{x}" y="{y}" fill="{color}" font-size="{size}" {wide}>{escape(text)}{play}</text>'
+        animate = (f'<animate attributeName="opacity" calcMode="discrete" keyTimes="{keys}" values="{values}"'
+                   ' dur="DURATION" repeatCount="indefinite"/>')
+    width = f'textLength="{len(text) * CHAR_WIDTH * size / 12}"'  # independent of the font
+    return f'<text x="{x}" y="{y}" fill="{color}" font-size="{size}" {width}>{escape(text)}{animate}</text>'
 
 
 def terminal(left: float, title: str, answer: dict, end: str, total: float) -> list[str]:
@@ -73,57 +73,58 @@ def terminal(left: float, title: str, answer: dict, end: str, total: float) -> l
     last, elements = pieces[-1][0], [text_element(left, 46, title, TEXT, size=15)]
     cells = iter(positions("".join(text for _, text, _ in pieces)))
     for seconds, text, drafted in pieces:
-        for line, some in itertools.groupby(zip(text, cells), lambda pair: pair[1][0]):
-            some = list(some)
-            shown = "".join(c for c, _ in some).rstrip()
-            column = some[0][1][1] + len(shown) - len(shown := shown.lstrip())
-            if line < LINES and shown:
-                place = round(left + column * CHAR_WIDTH, 1), TOP + line * LINE_HEIGHT
-                elements.append(text_element(*place, shown, DRAFTED if drafted else TEXT, (seconds / total,)))
+        for line, characters in itertools.groupby(zip(text, cells), lambda pair: pair[1][0]):
+            characters = list(characters)
+            visible = "".join(c for c, _ in characters).rstrip()
+            column = characters[0][1][1] + len(visible) - len(visible := visible.lstrip())
+            if line < LINES and visible:
+                position = round(left + column * CHAR_WIDTH, 1), TOP + line * LINE_HEIGHT
+                color = DRAFTED if drafted else TEXT
+                elements.append(text_element(*position, visible, color, (seconds / total,)))
     for i in range(int(last / TICK) + 1):
         now = i * TICK
         count = sum(seconds <= now for seconds, *_ in pieces)
-        seen = now / total, min(now + TICK, last) / total
-        elements.append(text_element(left, 64, f"{now:.1f} s: {count} tokens", DIM, seen))
-    done = f"{last:.1f} s: {len(pieces)} tokens, {answer['rate']:.0f} tokens/s{end}"
-    return [*elements, text_element(left, 64, done, DRAFTED, (last / total,))]
+        interval = now / total, min(now + TICK, last) / total
+        elements.append(text_element(left, 64, f"{now:.1f} s: {count} tokens", DIM, interval))
+    status = f"{last:.1f} s: {len(pieces)} tokens, {answer['rate']:.0f} tokens/s{end}"
+    return [*elements, text_element(left, 64, status, DRAFTED, (last / total,))]
 
 
-def draw(found: dict) -> str:
+def draw(result: dict) -> str:
     """Return a result as SVG."""
-    plain, drafted = (found["answers"][name] for name in METHODS)
+    plain, drafted = (result["answers"][name] for name in METHODS)
     total = max(answer["pieces"][-1][0] for answer in (plain, drafted)) + PAUSE
     panel, height = LEFT + COLUMNS * CHAR_WIDTH, TOP + LINES * LINE_HEIGHT + 26
     ratio = plain["pieces"][-1][0] / drafted["pieces"][-1][0]
     same = "identical output" if plain["ids"] == drafted["ids"] else "different output"
     ends = {"none": "", "eagle3": f", {ratio:.2f}x, {same}"}
-    machine = f"{found['device']}, {found['isa']}, {found['threads']} threads, {found['date']}"
+    machine = f"{result['device']}, {result['isa']}, {result['threads']} threads, {result['date']}"
     parts = [
-        text_element(LEFT, 22, f"{found['model']}: {found['prompt']}", DIM),
+        text_element(LEFT, 22, f"{result['model']}: {result['prompt']}", DIM),
         text_element(LEFT, height - 12, f"Real time. Green: accepted draft tokens. {machine}", DIM),
     ]
     for i, (name, title) in enumerate(METHODS.items()):
-        parts += terminal(LEFT + i * (panel + LEFT), title, found["answers"][name], ends[name], total)
+        parts += terminal(LEFT + i * (panel + LEFT), title, result["answers"][name], ends[name], total)
     body = "\n".join(parts).replace("DURATION", f"{total:.2f}s")
     box = f'viewBox="0 0 {2 * panel + 2 * LEFT:.0f} {height}" font-family="monospace"'
     return (f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<rect width="100%" height="100%" rx="8"'
             f' fill="{BACKGROUND}"/>\n{body}\n</svg>\n')
 
 
-def action(o) -> None:
-    """Record, unless --redraw, and draw."""
-    file = bench.RESULTS / f"{o.name}.json"
-    if not o.redraw:
-        llms = {name: LLM(o.checkpoint, speculate=name, batch_size=1) for name in METHODS}
+def action(args) -> None:
+    """Record unless --redraw, then draw."""
+    file = bench.RESULTS / f"{args.name}.json"
+    if not args.redraw:
+        llms = {name: LLM(args.checkpoint, speculate=name, batch_size=1) for name in METHODS}
         runs = {name: [] for name in METHODS}
         for _ in range(RUNS + 1):
             for name, llm in llms.items():
-                runs[name].append(record(llm, o.prompt, o.max_new_tokens))
+                runs[name].append(record(llm, args.prompt, args.max_new_tokens))
         if len(runs["none"][0]["ids"]) < 2:
-            raise InputError("--prompt: the answer is a single token; give a prompt with a longer answer")
+            raise InputError("--prompt: the answer is a single token; use a prompt with a longer answer")
         answers = {n: sorted(r[1:], key=lambda a: a["pieces"][-1][0])[RUNS // 2] for n, r in runs.items()}
-        about = {"model": Path(o.checkpoint).name, "prompt": o.prompt}
-        bench.write(o.name, bench.describe(o) | about | {"answers": answers})
+        settings = {"model": Path(args.checkpoint).name, "prompt": args.prompt}
+        bench.write(args.name, bench.describe(args) | settings | {"answers": answers})
     write_text(file.with_suffix(".svg"), draw(json.loads(file.read_text())))
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/serving.py --checkpoint DIR --questions question.jsonl --llama-server FILE --gguf FILE
 
-Every server has one slot per client. In a round each client streams --answers greedy chat completions of at
-most --max-new-tokens; servers alternate. tokens/s: of all clients, from the first request to the last answer.
-Medians over rounds. Writes benchmarks/results/NAME.json.
+Every server has one slot per client. In a round, the clients together stream --answers times their number of
+greedy chat completions of at most --max-new-tokens, from one queue of questions; servers alternate. tokens/s:
+of all clients, from the first request to the last answer. The table has medians over rounds. Writes
+benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -31,22 +32,22 @@ async def run_clients(server: HttpPeer, questions: list[str], clients: int, toke
 
     Raise InputError if the server fails, or no answer has two tokens.
     """
-    waiting, replies = list(questions), []
+    queue, replies = list(questions), []
 
-    async def one(client: httpx.AsyncClient) -> None:
-        while waiting:
-            messages = [{"role": "user", "content": waiting.pop(0)}]
+    async def run_client(client: httpx.AsyncClient) -> None:
+        while queue:
+            messages = [{"role": "user", "content": queue.pop(0)}]
             body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
             replies.append(await ask(client, body))
 
-    limits = httpx.Limits(max_keepalive_connections=0)  # a server may close a connection that was idle
+    limits = httpx.Limits(max_keepalive_connections=0)  # servers may close idle connections
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as client:
-        began = time.perf_counter()
-        await asyncio.gather(*(one(client) for _ in range(clients)))
-        seconds = time.perf_counter() - began
+        start_time = time.perf_counter()
+        await asyncio.gather(*(run_client(client) for _ in range(clients)))
+        seconds = time.perf_counter() - start_time
     timed = [reply for reply in replies if reply.tokens > 1 and not math.isnan(reply.first)]
     if not timed:
-        raise InputError(f"{server.name}: no answer has more than one token")
+        raise InputError(f"{server.name}: no answer has more than run_client token")
     return {
         "tokens/s": sum(reply.tokens for reply in replies) / seconds,
         "TTFT, ms": 1000 * statistics.median(reply.first for reply in timed),
@@ -54,41 +55,44 @@ async def run_clients(server: HttpPeer, questions: list[str], clients: int, toke
     }
 
 
-def action(o) -> None:
+def action(args) -> None:
     """Measure all servers with all numbers of clients, alternating. Print the table."""
-    questions, most, rounds = read_prompts(o.questions), max(o.clients), []
-    common = "--threads", str(o.threads), "--slots", str(most)
-    makers = {
-        "ours plain": partial(our_server, o.checkpoint, *common),
-        "ours EAGLE-3": partial(our_server, o.checkpoint, *common, "--speculate", "eagle3"),
+    questions, max_clients, rounds = read_prompts(args.questions), max(args.clients), []
+    common = "--threads", str(args.threads), "--slots", str(max_clients)
+    starters = {
+        "ours plain": partial(our_server, args.checkpoint, *common),
+        "ours EAGLE-3": partial(our_server, args.checkpoint, *common, "--speculate", "eagle3"),
     }
-    if o.llama_server:
-        makers["llama-server"] = partial(LlamaServer, o.llama_server, o.gguf, o.threads, parallel=most)
+    if args.llama_server:
+        starters["llama-server"] = partial(
+            LlamaServer, args.llama_server, args.gguf, args.threads, parallel=max_clients)
     servers = {}
-    with contextlib.ExitStack() as started:
-        for name, make in makers.items():
+    with contextlib.ExitStack() as stack:
+        for name, start_server in starters.items():
             log_stderr(f"starting {name} ...")
-            servers[name] = server = started.enter_context(make())
-            asyncio.run(run_clients(server, questions[:most], most, 32))  # to warm up
-        for i in range(o.rounds):
-            for clients in o.clients:
-                first = i * most * o.answers
-                some = [questions[n % len(questions)] for n in range(first, first + clients * o.answers)]
+            servers[name] = server = stack.enter_context(start_server())
+            asyncio.run(run_clients(server, questions[:max_clients], max_clients, 32))  # warmup
+        for i in range(args.rounds):
+            for clients in args.clients:
+                first = i * max_clients * args.answers
+                numbers = range(first, first + clients * args.answers)
+                batch = [questions[n % len(questions)] for n in numbers]
                 for name in bench.rotate_left(servers, i):
-                    found = asyncio.run(run_clients(servers[name], some, clients, o.max_new_tokens))
-                    rounds.append({"round": i, "clients": clients, "server": name, **found})
-                    log_stderr(f"  round {i + 1}/{o.rounds}, {clients} clients, {name}:"
-                               f" {found['tokens/s']:.1f}")
-    record = bench.describe(o) | {"checkpoint": o.checkpoint, "gguf": o.gguf, "rounds": rounds}
-    bench.write(o.name, record)
+                    result = asyncio.run(run_clients(servers[name], batch, clients, args.max_new_tokens))
+                    rounds.append({"round": i, "clients": clients, "server": name, **result})
+                    log_stderr(f"  round {i + 1}/{args.rounds}, {clients} clients, {name}:"
+                               f" {result['tokens/s']:.1f}")
+    record = bench.describe(args) | {"checkpoint": args.checkpoint, "gguf": args.gguf, "rounds": rounds}
+    bench.write(args.name, record)
     keys, rows = ("tokens/s", "TTFT, ms", "TPOT, ms"), []
-    for clients in o.clients:
+    last_server = [*servers][-1]
+    for clients in args.clients:
         for name in servers:
-            own, last = ([r for r in rounds if (r["clients"], r["server"]) == (clients, who)]
-                         for who in (name, [*servers][-1]))
-            ratio = statistics.median(a["tokens/s"] / b["tokens/s"] for a, b in zip(own, last))
+            own, baseline = ([r for r in rounds if (r["clients"], r["server"]) == (clients, server)]
+                             for server in (name, last_server))
+            ratio = statistics.median(a["tokens/s"] / b["tokens/s"] for a, b in zip(own, baseline))
             rows.append([clients, name, ratio, *(statistics.median(r[key] for r in own) for key in keys)])
-    print(bench.table(record, ["clients", "server", "÷ the last server", *keys], rows))
+    print(bench.table(record, ["clients", "server", f"speedup over {last_server}", *keys], rows))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,10 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     p = bench.options(__doc__, "serving")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
-    add("--questions", required=True, help="JSON lines; the first turn of each is the prompt")
+    add("--questions", required=True, help="JSON lines; prompts are the first turns")
     add("--clients", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N",
         help="numbers of clients (default 1 2 4 8)")
-    add("--answers", type=positive, default=3, help="answers per client and round (default 3)")
+    add("--answers", type=positive, default=3, help="answers per round and client, on average (default 3)")
     add("--rounds", type=positive, default=3, help="rounds (default 3)")
     add("--max-new-tokens", type=positive, default=128, help="maximum tokens of an answer (default 128)")
     add("--llama-server", metavar="FILE", help="llama.cpp's llama-server; needs --gguf")

@@ -27,7 +27,7 @@ YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# Target; draft vocabulary and MLP width of its EAGLE-3 head.
+# Name -> (target, vocabulary and MLP width of its EAGLE-3 head).
 SHAPES = {
     "llama-3.1-8b": (
         ModelArgs(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, LLAMA3, max_seq_len=131072), 32000, 14336
@@ -71,8 +71,8 @@ def shape_of(name: str) -> tuple[ModelArgs, int, int]:
         raise InputError(f"--shape {name}: unknown; choose from {', '.join(SHAPES)}, or NAME/LAYERS")
     args, *head_sizes = SHAPES[name]
     count = int(layers or args.num_layers)
-    kinds = {"delta_layers": args.delta_layers[:count]} if isinstance(args, HybridArgs) else {}
-    return replace(args, num_layers=count, **kinds), *head_sizes
+    layer_fields = {"delta_layers": args.delta_layers[:count]} if isinstance(args, HybridArgs) else {}
+    return replace(args, num_layers=count, **layer_fields), *head_sizes
 
 
 def random_models(
@@ -105,9 +105,11 @@ def random_models(
     return target, head
 
 
-def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dtype, device: str) -> nn.Module:
+def _random(
+    model_class: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dtype, device: str
+) -> nn.Module:
     with meta_modules():
-        model = kind(args)
+        model = model_class(args)
         if scheme:
             replace_linears(model, scheme.with_kinds(model))
     for key, p in model.named_parameters():
@@ -127,8 +129,8 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
     return model.eval()
 
 
-def describe(writer, a: ModelArgs, file: int) -> None:
-    """Write the metadata of a shape. file: a `gguf.LlamaFileType`."""
+def describe(writer, a: ModelArgs, file_type: int) -> None:
+    """Write the GGUF metadata of a shape. file_type: a `gguf.LlamaFileType`."""
     import gguf
 
     experts = getattr(a, "num_experts", 0)
@@ -139,7 +141,7 @@ def describe(writer, a: ModelArgs, file: int) -> None:
         (writer.add_key_length, a.head_dim), (writer.add_value_length, a.head_dim),
         (writer.add_rope_dimension_count, a.head_dim), (writer.add_layer_norm_rms_eps, a.norm_eps),
         (writer.add_rope_freq_base, a.rope_base), (writer.add_vocab_size, a.vocab_size),
-        (writer.add_tokenizer_model, "none"), (writer.add_file_type, file),
+        (writer.add_tokenizer_model, "none"), (writer.add_file_type, file_type),
         (writer.add_quantization_version, gguf.GGML_QUANT_VERSION), (writer.add_expert_count, experts),
         (writer.add_expert_used_count, getattr(a, "experts_per_token", 0)),
         (writer.add_expert_feed_forward_length, a.intermediate_size if experts else 0),
@@ -163,26 +165,26 @@ def write_gguf(name: str, out: Path) -> None:
 
     a = shape_of(name)[0]
     experts = getattr(a, "num_experts", 0)
-    gpt_oss, kinds, files = isinstance(a, GptOssArgs), gguf.GGMLQuantizationType, gguf.LlamaFileType
-    family, file, expert_type, embedding_type, weight_type = (
-        ("gpt-oss", files.MOSTLY_MXFP4_MOE, kinds.MXFP4, kinds.Q8_0, kinds.Q8_0) if gpt_oss else
-        ("qwen3moe" if experts else "llama", files.MOSTLY_Q4_0, kinds.Q4_0,
-         kinds.Q4_0 if a.hidden_size % 256 else kinds.Q6_K, kinds.Q4_0)
+    gpt_oss, types, files = isinstance(a, GptOssArgs), gguf.GGMLQuantizationType, gguf.LlamaFileType
+    family, file_type, expert_type, embedding_type, weight_type = (
+        ("gpt-oss", files.MOSTLY_MXFP4_MOE, types.MXFP4, types.Q8_0, types.Q8_0) if gpt_oss else
+        ("qwen3moe" if experts else "llama", files.MOSTLY_Q4_0, types.Q4_0,
+         types.Q4_0 if a.hidden_size % 256 else types.Q6_K, types.Q4_0)
     )
     writer = gguf.GGUFWriter(out, family, use_temp_file=True)
-    describe(writer, a, file)
+    describe(writer, a, file_type)
     q, kv, width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.hidden_size
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
-    def add_matrix(key: str, *shape: int, kind=weight_type) -> None:
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        data = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
-        if kind == kinds.MXFP4:
+    def add_matrix(key: str, *shape: int, tensor_type=weight_type) -> None:
+        block, size = gguf.GGML_QUANT_SIZES[tensor_type]
+        data = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
+        if tensor_type == types.MXFP4:
             data[..., 0] = 127 - 7
         else:
-            scale = slice(size - 2, size) if kind == kinds.Q6_K else slice(0, 2)
+            scale = slice(size - 2, size) if tensor_type == types.Q6_K else slice(0, 2)
             data[..., scale] = np.frombuffer(np.float16(2.0**-8).tobytes(), np.uint8)
-        writer.add_tensor(f"{key}.weight", data.reshape(*shape[:-1], -1), raw_dtype=kind)
+        writer.add_tensor(f"{key}.weight", data.reshape(*shape[:-1], -1), raw_dtype=tensor_type)
         if gpt_oss and key.startswith("blk."):
             writer.add_tensor(f"{key}.bias", np.zeros(shape[:-1], np.float32))
 
@@ -190,24 +192,24 @@ def write_gguf(name: str, out: Path) -> None:
         writer.add_tensor(f"{key}.weight", np.ones(width, np.float32))
 
     for key in ("token_embd", "output"):
-        add_matrix(key, a.vocab_size, width, kind=embedding_type)
+        add_matrix(key, a.vocab_size, width, tensor_type=embedding_type)
     add_norm("output_norm")
     for i in range(a.num_layers):
-        many, each = ("_exps", (experts,)) if experts else ("", ())
+        suffix, stack = ("_exps", (experts,)) if experts else ("", ())
         for key, *shape in (
             ("attn_q", q, width), ("attn_k", kv, width), ("attn_v", kv, width), ("attn_output", width, q),
-            (f"ffn_gate{many}", *each, a.intermediate_size, width),
-            (f"ffn_up{many}", *each, a.intermediate_size, width),
-            (f"ffn_down{many}", *each, width, a.intermediate_size),
+            (f"ffn_gate{suffix}", *stack, a.intermediate_size, width),
+            (f"ffn_up{suffix}", *stack, a.intermediate_size, width),
+            (f"ffn_down{suffix}", *stack, width, a.intermediate_size),
         ):
-            add_matrix(f"blk.{i}.{key}", *shape, kind=expert_type if "_exps" in key else weight_type)
+            add_matrix(f"blk.{i}.{key}", *shape, tensor_type=expert_type if "_exps" in key else weight_type)
         for key in ("attn_norm", "post_attention_norm" if gpt_oss else "ffn_norm"):
             add_norm(f"blk.{i}.{key}")
         if a.qk_norm:
             for key in ("attn_q_norm", "attn_k_norm"):
                 add_norm(f"blk.{i}.{key}", a.head_dim)
         if experts:
-            router = draw.normal(0, 0.02, (experts, width)).astype(np.float32)
+            router = rng.normal(0, 0.02, (experts, width)).astype(np.float32)
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
         if gpt_oss:
             writer.add_tensor(f"blk.{i}.attn_sinks.weight", np.zeros(a.num_heads, np.float32))

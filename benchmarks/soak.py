@@ -2,11 +2,11 @@
 
     python benchmarks/soak.py --checkpoint DIR --questions question.jsonl --clients 32 --minutes 10
 
-Makes --requests different requests: short and long prompts, several turns, all sampling options, stop
-strings, JSON, with and without drafting and streaming. The server first answers each request without load.
-Then the clients repeat them; one in seven streams is closed early. Every complete answer must equal the one
-without load in text, finish reason and number of tokens. Memory and open files may not grow after the first
-tenth of the run. Writes benchmarks/results/NAME.json. The exit status is 1 after any error.
+There are --requests different requests: short and long prompts, several turns, all sampling options, stop
+strings, JSON, with and without drafting and streaming. The server first answers each request alone. Then the
+clients repeat them; one in seven streams is closed early. Every complete answer must equal the first one in
+text, finish reason and number of tokens. Memory and open files must not grow after the first tenth of the
+run. Writes benchmarks/results/NAME.json. The exit status is 1 after any error.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = {
     "type": "object", "required": ["answer", "sure"], "additionalProperties": False,
     "properties": {"answer": {"type": "string", "maxLength": 40}, "sure": {"type": "boolean"}},
 }
-KINDS = [
+SAMPLING_OPTIONS = [
     {"temperature": 0},
     {"temperature": 0.7},
     {"temperature": 1.0, "top_p": 0.9},
@@ -45,28 +45,28 @@ KINDS = [
         "type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA}}},
 ]
 MAX_TOKENS = (1, 4, 12, 30, 60, 100, 160)
-LEAVE_ONE_IN = 7  # streams: the client of one disconnects
+DISCONNECT_ONE_IN = 7  # streams whose client disconnects: one in 7
 SAMPLE_INTERVAL = 5.0  # seconds between samples of memory and open files
-MAX_MEMORY_GROWTH = 64e6  # bytes: allocators do not return their peak
+MAX_MEMORY_GROWTH = 64e6  # in bytes; allocators keep freed memory
 
 
 def requests(questions: list[str], count: int) -> list[dict]:
     """Return distinct request bodies."""
-    chance, made = random.Random(0), []
+    rng, bodies = random.Random(0), []
     for i in range(count):
-        messages = [{"role": "user", "content": chance.choice(questions)}]
-        if chance.random() < 0.3:  # a later turn
-            messages += [{"role": "assistant", "content": chance.choice(questions)[:200]},
-                         {"role": "user", "content": chance.choice(questions)}]
-        if chance.random() < 0.15:  # a long prompt
-            messages[0]["content"] += " " + " ".join(chance.sample(questions, min(8, len(questions))))[:4000]
-        if chance.random() < 0.5:  # a beginning that many share
+        messages = [{"role": "user", "content": rng.choice(questions)}]
+        if rng.random() < 0.3:  # a later turn
+            messages += [{"role": "assistant", "content": rng.choice(questions)[:200]},
+                         {"role": "user", "content": rng.choice(questions)}]
+        if rng.random() < 0.15:  # a long prompt
+            messages[0]["content"] += " " + " ".join(rng.sample(questions, min(8, len(questions))))[:4000]
+        if rng.random() < 0.5:  # a common prefix
             messages.insert(0, {"role": "system", "content": "You are brief, exact and friendly. " * 4})
-        made.append({
-            "messages": messages, "max_tokens": chance.choice(MAX_TOKENS), "seed": i,
-            "stream": chance.random() < 0.7, **KINDS[i % len(KINDS)],
+        bodies.append({
+            "messages": messages, "max_tokens": rng.choice(MAX_TOKENS), "seed": i,
+            "stream": rng.random() < 0.7, **SAMPLING_OPTIONS[i % len(SAMPLING_OPTIONS)],
         })
-    return made
+    return bodies
 
 
 class SoakResults:
@@ -77,17 +77,17 @@ class SoakResults:
         self.wrong: list[str] = []  # lost or different answers
         self.memory, self.files = [], []
 
-    def add(self, body: dict, reply: Reply, alone: Reply) -> None:
-        """Compare a reply with the one given alone."""
+    def add(self, body: dict, reply: Reply, expected: Reply) -> None:
+        """Compare a reply under load with the expected one."""
         if reply.finish is None:
             self.left += 1
-            right = alone.text.startswith(reply.text)
+            is_equal = expected.text.startswith(reply.text)
         else:
             self.tokens += reply.tokens
-            right = reply[:3] == alone[:3]
-            self.right += right
-        if not right:
-            self.wrong.append(f"differs from the answer alone: {body}: {reply.text!r}, alone {alone.text!r}")
+            is_equal = reply[:3] == expected[:3]
+            self.right += is_equal
+        if not is_equal:
+            self.wrong.append(f"differs: {body}: {reply.text!r}, expected {expected.text!r}")
 
     def sample(self, server: HttpPeer) -> None:
         """Sample the server's memory and open files."""
@@ -105,23 +105,23 @@ class SoakResults:
             self.wrong.append(f"open files grew from {self.files[tenth]} to {self.files[-1]}")
 
 
-async def soak(o, server: HttpPeer, bodies: list[dict]) -> SoakResults:
-    """Send the requests."""
+async def soak(args, server: HttpPeer, bodies: list[dict]) -> SoakResults:
+    """Send the requests without load, then from all clients for --minutes."""
     results = SoakResults()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=o.clients)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.clients)
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as client:
-        alone = [await ask(client, body) for body in bodies]
-        log_stderr(f"{len(bodies)} answered alone")
-        ends = time.perf_counter() + 60 * o.minutes
+        expected = [await ask(client, body) for body in bodies]
+        log_stderr(f"{len(bodies)} answered without load")
+        deadline = time.perf_counter() + 60 * args.minutes
 
-        async def one(number: int) -> None:
-            chance = random.Random(number)
-            while time.perf_counter() < ends:
-                which = chance.randrange(len(bodies))
-                leaves = bodies[which]["stream"] and chance.randrange(LEAVE_ONE_IN) == 0
+        async def run_client(number: int) -> None:
+            rng = random.Random(number)
+            while time.perf_counter() < deadline:
+                index = rng.randrange(len(bodies))
+                disconnects = bodies[index]["stream"] and rng.randrange(DISCONNECT_ONE_IN) == 0
                 try:
-                    reply = await ask(client, bodies[which], chance.randrange(12) if leaves else None)
-                    results.add(bodies[which], reply, alone[which])
+                    reply = await ask(client, bodies[index], rng.randrange(12) if disconnects else None)
+                    results.add(bodies[index], reply, expected[index])
                 except InputError as e:
                     results.wrong.append(f"lost: {e}")
                     await asyncio.sleep(1)
@@ -132,24 +132,24 @@ async def soak(o, server: HttpPeer, bodies: list[dict]) -> SoakResults:
                 await asyncio.sleep(SAMPLE_INTERVAL)
 
         watching = asyncio.create_task(watch())
-        await asyncio.gather(*(one(number) for number in range(o.clients)))
+        await asyncio.gather(*(run_client(number) for number in range(args.clients)))
         watching.cancel()
         results.sample(server)
-    results.check_growth(o.clients)
+    results.check_growth(args.clients)
     return results
 
 
-def action(o) -> None:
-    """Soak a server. Raise InputError if something went wrong."""
-    bodies = requests(read_prompts(o.questions), o.requests)
-    with our_server(o.checkpoint, "--threads", str(o.threads), *shlex.split(o.serve)) as server:
-        results = asyncio.run(soak(o, server, bodies))
-    bench.write(o.name, bench.describe(o) | vars(o) | vars(results))
-    print(f"{o.clients} clients, {o.minutes:g} minutes: {results.right} answers as alone,"
-          f" {len(results.wrong)} wrong, {results.left} left by their clients;"
+def action(args) -> None:
+    """Soak a server. Raise InputError on any error."""
+    bodies = requests(read_prompts(args.questions), args.requests)
+    with our_server(args.checkpoint, "--threads", str(args.threads), *shlex.split(args.serve)) as server:
+        results = asyncio.run(soak(args, server, bodies))
+    bench.write(args.name, bench.describe(args) | vars(args) | vars(results))
+    print(f"{args.clients} clients, {args.minutes:g} minutes: {results.right} answers as expected,"
+          f" {len(results.wrong)} errors, {results.left} disconnected by clients;"
           f" memory {results.memory[-1] / 1e6:.0f} MB")
     if results.wrong:
-        raise InputError(f"{len(results.wrong)} wrong, see {o.name}.json; the first: {results.wrong[0]}")
+        raise InputError(f"{len(results.wrong)} errors, see {args.name}.json; the first: {results.wrong[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,9 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target with its head")
     add("--questions", required=True, help="question file; first turns are prompts")
-    add("--serve", default="--speculate eagle3", help="options of serve.py")
-    add("--clients", type=positive, default=32)
-    add("--minutes", type=float, default=10.0)
+    add("--serve", default="--speculate eagle3", help="options of serve.py (default: --speculate eagle3)")
+    add("--clients", type=positive, default=32, help="concurrent clients (default 32)")
+    add("--minutes", type=float, default=10.0, help="duration (default 10)")
     add("--requests", type=positive, default=120, help="different requests (default 120)")
     return bench.run(p, action, argv)
 

@@ -15,14 +15,14 @@ from typing import TextIO
 
 from common.errors import InputError, did_you_mean, one_line
 
-STARTED = time.perf_counter()  # commands import this file first, before anything slow
+STARTED = time.perf_counter()  # start time: commands import this file before anything slow
 VERSION = "0.1"
 MAX_THREADS = 1024
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name -> PyTorch's
 DTYPES |= {name: name for name in DTYPES.values()}
 NO_MEMORY = re.compile("MemoryError|out of memory|can.?.t allocate memory|not enough memory")
 Rule = Callable[[argparse.Namespace], object]
-KV_DTYPES = ("auto", "int8", "fp8")  # of the target's keys and values; auto: the model's own
+KV_DTYPES = ("auto", "int8", "fp8")  # of the target's KV cache; auto: the model's dtype
 
 
 def dtype_name(name: str) -> str:
@@ -33,7 +33,7 @@ def dtype_name(name: str) -> str:
 
 
 def log_stderr(line: str) -> None:
-    """Print a line to stderr. Everything but the answer goes there."""
+    """Print a line to stderr; stdout has only the output of the command."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -48,7 +48,7 @@ def is_main_rank() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, of Python or of PyTorch, means that memory ran out."""
+    """Return whether an error of Python or PyTorch is an out-of-memory error."""
     return isinstance(error, (MemoryError, RuntimeError)) and bool(NO_MEMORY.search(repr(error)))
 
 
@@ -58,8 +58,9 @@ def run_command(
 ) -> int:
     """Run a command and return its exit status.
 
-    The value of `action` (None: 0). 1 after InputError, `expected` or out of memory: the message goes to
-    `errors` (default stderr), on one line. 130 after Ctrl-C: logs `interrupted`. 141 if stdout is closed.
+    0, or the value of `action`. 1 after InputError, an `expected` error or out of memory, which are printed
+    as one line to `errors` (default stderr). 130 after Ctrl-C, which logs `interrupted`. 141 if stdout is
+    closed.
     """
     InputError.in_command = True
     try:
@@ -89,11 +90,11 @@ def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
     *expected: type[Exception], interrupted: str = "interrupted",
 ) -> int:
-    """Parse a command line and run it with its options. Mute all ranks but the first, except for errors.
+    """Parse a command line and call `run` with its options. Only rank 0 prints anything but errors.
 
-    The other arguments and the exit status are those of `run_command`; 2 if parsing fails.
+    Other arguments and exit status: see `run_command`; 2 if parsing fails.
     """
-    errors = sys.stderr  # any process may fail
+    errors = sys.stderr  # not muted: any rank may fail
     codecs.register_error("warn", _warn_and_replace)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="warn")
@@ -102,30 +103,30 @@ def command(
 
 
 def _warn_and_replace(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace what stdout cannot encode. Log it the first time."""
+    """Replace characters that stdout cannot encode, with a warning the first time."""
     codecs.register_error("warn", codecs.replace_errors)
-    log_stderr(f"stdout is {error.encoding}: characters that it lacks become ?; PYTHONIOENCODING=utf-8 keeps"
-               " them")
+    log_stderr(f"stdout is {error.encoding}: other characters are printed as ?; set PYTHONIOENCODING=utf-8")
     return codecs.replace_errors(error)
 
 
 class Options(argparse.ArgumentParser):
     """An argument parser with rules, and option groups that several commands share."""
 
-    def __init__(self, about: str | None = None, **more):
-        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+    def __init__(self, description: str | None = None, **more):
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._rules: list[Rule] = []
 
     def add_rule(self, rule: Rule) -> None:
-        """Add a rule, which raises InputError if options break it."""
+        """Add a rule: a function that raises InputError on invalid options."""
         self._rules.append(rule)
 
-    def reject_if(self, test: Rule, words: Rule) -> None:
-        """Add a rule: raise InputError(words(options)) if test(options)."""
-        def rule(o: argparse.Namespace) -> None:
-            if test(o):
-                raise InputError(words(o))
+    def reject_if(self, test: Rule, message: Rule) -> None:
+        """Add a rule: raise InputError(message(options)) if test(options)."""
+        def rule(args: argparse.Namespace) -> None:
+            if test(args):
+                raise InputError(message(args))
 
         self.add_rule(rule)
 
@@ -138,64 +139,65 @@ class Options(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)}; see --help\n")
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:
-        """Return the options of a command line. Raises InputError on the first rule that they break."""
+        """Parse a command line and check the rules. Raises InputError on the first violation."""
         if others := {"-hf", "-ngl", "-np"}.intersection(argv or sys.argv):  # argparse would read -h or -n
             self.error(f"unrecognized arguments: {others.pop()}")
-        o, rest = self.parse_known_args(argv)
-        if vars(o).get("checkpoint", "") is None:
+        args, rest = self.parse_known_args(argv)
+        if vars(args).get("checkpoint", "") is None:
             if not rest or rest[0].startswith("-"):
-                self.error("-m is missing: name a model, by its folder, .gguf file or hub id")
-            o.checkpoint = rest.pop(0)
+                self.error("-m is missing: pass a model: a folder, .gguf file or hub id")
+            args.checkpoint = rest.pop(0)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         for rule in self._rules:
-            rule(o)
-        return o
+            rule(args)
+        return args
 
     def add_checkpoint(self, help: str) -> None:
-        """Add --checkpoint, which other programs call --model. `read` takes it without a flag, too."""
+        """Add --checkpoint, alias --model. `read` also accepts it as a positional argument."""
         self.add_argument("-m", "--model", "--checkpoint", dest="checkpoint", help=help)
 
     def add_runtime(self):
         """Add the options of `engine.target.Runtime`: device, dtype, kernels. Returns their group."""
         group = self.add_argument_group("runtime")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
-        add("--device", help="device (default: cuda if available, else cpu)")
+        add("--device", help="cpu, cuda or cuda:N (default: cuda if available, else cpu)")
         add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: as stored)")
         add("-c", "--max-seq-len", type=within(2),
             help="maximum number of tokens, prompt and output (default: the model's maximum, or less to fit"
                  " memory)")
         add("-t", "--threads", type=within(1, MAX_THREADS),
-            help="CPU threads, at most the available processors (default: PyTorch's number)")
+            help="CPU threads, at most the available processors (default: torch.get_num_threads())")
         add("--compile", action=on_off, default=True,
-            help="run our kernels or torch.compile (default); --no-compile: eager PyTorch")
+            help="default; --no-compile: eager PyTorch, without our kernels and without torch.compile")
         add("--kernels", action=on_off, default=True,
-            help="run our C++ and Triton kernels (default); --no-kernels: torch.compile")
+            help="use our C++ and Triton kernels (default); --no-kernels: use torch.compile instead")
         add("--isa", metavar="NAME",
-            help="instruction set of the CPU kernels, such as avx2 (default: EAGLE_ISA, or the best)")
+            help="instruction set of the CPU kernels, such as avx2 (default: environment variable"
+                 " EAGLE_ISA, or the best available)")
         add("--kv", choices=KV_DTYPES, default="auto",
-            help="KV cache of the target: auto (default): the dtype of the model; int8: our CPU kernels only;"
-                 " fp8: GPUs and PyTorch only")
-        self.reject_if(lambda o: o.isa and not (o.compile and o.kernels),
-                    lambda o: f"--isa {o.isa}: is for our kernels; leave out --no-kernels and --no-compile")
+            help="dtype of the target's KV cache: auto (default): the model's; int8: needs our CPU kernels;"
+                 " fp8: needs a GPU or PyTorch without our kernels")
+        self.reject_if(lambda args: args.isa and not (args.compile and args.kernels),
+                    lambda args: f"--isa {args.isa}: needs our kernels; leave out --no-kernels, --no-compile")
         return group
 
 
-def within(low: float, high: float = 2**31 - 1, kind: type = int) -> Callable[[str], float]:
-    """Return an argparse type: a number of this kind from `low` to `high`, both included."""
-    def read(text: str) -> float:
+def within(low: float, high: float = 2**31 - 1, number_type: type = int) -> Callable[[str], float]:
+    """Return an argparse type: a number of this type from `low` to `high`, both included."""
+    def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
+            if low <= (value := number_type(text)) <= high:
                 return value
-        what = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {low:,} to {high:,}")
+        expected = "an integer" if number_type is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected} from {low:,} to {high:,}")
 
-    return read
+    return parse
 
 
 positive, count = within(1), within(0)
 
 
 def seed(text: str) -> int:
-    """An argparse type: a 64-bit integer, modulo 2^64: -1 is 2^64 - 1."""
+    """Parse a 64-bit seed (argparse type). Negative ones are taken modulo 2^64."""
     return within(-(2**63), 2**64 - 1)(text) % 2**64

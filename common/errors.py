@@ -16,18 +16,18 @@ MAX_POINTER, POINTER = 1024, b"version https://git-lfs"  # Git LFS pointer file:
 class InputError(ValueError):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do.
 
-    Messages name flags. In the Python API they are shown as parameters: --max-seq-len as max_seq_len.
+    Messages contain flags, which the Python API shows as parameters: --max-seq-len as max_seq_len.
     """
 
     in_command = False
 
     def __str__(self) -> str:
-        words = super().__str__()
-        return words if self.in_command else FLAG.sub(lambda m: m[1] or m[2].replace("-", "_"), words)
+        message = super().__str__()
+        return message if self.in_command else FLAG.sub(lambda m: m[1] or m[2].replace("-", "_"), message)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """As `common.names.did_you_mean`, imported only on errors."""
+    """Call `common.names.did_you_mean`, which is imported only on errors."""
     return import_module("common.names").did_you_mean(word, known)
 
 
@@ -51,7 +51,7 @@ def one_line(error: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's message, to be quoted in ours, or the error's class."""
+    """Return the first line of a library's error message, or the error's class if it has none."""
     return printable(str(error).strip().partition("\n")[0], 300) or type(error).__name__
 
 
@@ -60,7 +60,7 @@ def library_errors(what: str) -> Iterator[None]:
     """Turn any error of a library, including Rust panics, into an InputError that starts with `what`."""
     try:
         yield
-    except BaseException as e:  # a panic is not an Exception
+    except BaseException as e:  # a Rust panic is a BaseException
         is_panic = type(e).__module__ == "pyo3_runtime"
         if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic):
             raise
@@ -93,13 +93,13 @@ def check_file(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, what: str = "") -> str:
-    """Read a text in UTF-8, without a byte order mark; lines end in \\n. Raises InputError, see `reading`."""
+    """Read a UTF-8 file without byte order mark; line ends become \\n. Raises InputError, see `reading`."""
     with reading(path, what), open(path, encoding="utf-8-sig") as file:
         return file.read()
 
 
 def read_json(path: str | Path) -> dict:
-    """Parse a JSON object. Raises InputError if the file is missing, unreadable, or no object."""
+    """Parse a JSON object. Raises InputError if the file is missing, unreadable, or not an object."""
     with reading(path):
         data = parse_json(Path(path).read_bytes(), str(path))
     if not isinstance(data, dict):
@@ -108,7 +108,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def parse_json(content: str | bytes, where: str) -> object:
-    """Return the value of a JSON text. Raises InputError, which begins with `where`."""
+    """Return the value of a JSON text. Raises InputError, which starts with `where`."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as e:

@@ -1,4 +1,4 @@
-"""Hashes of 56 bits: seeds that depend on names, and texts that ranks compare."""
+"""56-bit hashes: for seeds that depend on names, and for comparing texts across ranks."""
 from __future__ import annotations
 
 import hashlib
@@ -9,6 +9,6 @@ def hash56(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-def seed_of(*what) -> int:
-    """Return a seed of 56 bits, from a hash of the arguments."""
-    return hash56(repr(what))
+def seed_of(*values) -> int:
+    """Return a 56-bit seed: a hash of the values."""
+    return hash56(repr(values))

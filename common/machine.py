@@ -9,46 +9,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 _threads_set = False
-
-
 CGROUP_ROOT, CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def cgroups(mounted: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> list[Path]:
-    """Return the folders of this process's cgroups, [] without Linux. own: the file that names them."""
+def cgroups(root: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> list[Path]:
+    """Return the folders of this process's cgroups, [] if there are none. own: /proc/self/cgroup."""
     try:
         group = Path(own.read_text().rpartition("::")[2].strip("/\n"))
     except OSError:
         return []
-    # In a container without its own cgroup namespace, only the root cgroup is mounted.
-    return [mounted / folder for folder in (group, *group.parents)]
+    # In a container without its own cgroup namespace, only the root cgroup is root.
+    return [root / folder for folder in (group, *group.parents)]
 
 
-def processors(mounted: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> int:
+def processors(root: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> int:
     """Return the number of processors that this process may use, at least 1.
 
-    That is its CPU affinity (taskset, a container's cpuset), limited by the CPU quota of its cgroups, rounded
-    up. mounted, own: as for `cgroups`.
+    The number is limited by CPU affinity (taskset, cpuset) and by the CPU quota of cgroups, rounded up. root,
+    own: see `cgroups`.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = (_cpu_quota(folder / "cpu.max") for folder in cgroups(mounted, own))
-    return max(1, math.ceil(min([affinity, *quotas])))
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (_cpu_quota(folder / "cpu.max") for folder in cgroups(root, own))
+    return max(1, math.ceil(min([available, *quotas])))
 
 
 def _cpu_quota(file: Path) -> float:
     """Return the CPU quota of a cgroup, in processors; infinite if it has none."""
     try:
         quota, period = map(int, file.read_text().split())
-    except (OSError, ValueError):  # "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return math.inf
     return quota / period
 
 
 def use_threads(count: int | None = None, log: Callable[[str], None] = lambda line: None) -> None:
-    """Give PyTorch and our kernels `count` threads, but no more than `processors`.
+    """Set the number of threads of PyTorch and our kernels, at most `processors()`.
 
-    More threads than processors wait for each other. `log` gets a line if `count` is too large. count None:
-    PyTorch's number, unless an earlier call has set it.
+    count None: keep torch.get_num_threads(), or the number of an earlier call. `log` gets a line if `count`
+    is larger than `processors()`: such threads would wait for each other.
     """
     import torch
 
@@ -63,9 +61,9 @@ def use_threads(count: int | None = None, log: Callable[[str], None] = lambda li
 
 
 def free_memory(device) -> int | None:
-    """Return the bytes that can still be allocated, PyTorch's reserve included; None if unknown.
+    """Return the bytes that can still be allocated, including unused memory of PyTorch's allocator.
 
-    On a CPU at most what this process's cgroups (a container's limit) allow.
+    None if unknown. On a CPU, it is limited by this process's cgroups (containers).
     """
     if device.type == "cuda":
         import torch
@@ -81,11 +79,11 @@ def free_memory(device) -> int | None:
 
 
 def cgroup_free_memory(cgroup: Path) -> int | None:
-    """Return the bytes a cgroup may still use, reclaimable page cache included; None without a limit."""
+    """Return the bytes a cgroup may still use, including reclaimable page cache; None without a limit."""
     try:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
     return max(0, limit - used + int(stat["inactive_file"]))
 
@@ -93,7 +91,7 @@ def cgroup_free_memory(cgroup: Path) -> int | None:
 def return_freed_memory() -> None:
     """Return free heap memory to the operating system (`malloc_trim`); a no-op without glibc.
 
-    Not `mallopt(M_MMAP_THRESHOLD)`: every larger tensor would be mapped and zeroed anew in each step.
+    `mallopt(M_MMAP_THRESHOLD)` would be slower: it maps and zeroes every large tensor in every step.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

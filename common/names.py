@@ -1,4 +1,4 @@
-"""Aliases of options and values in other programs, for error messages."""
+"""Names of options and values in other programs, for "did you mean" suggestions."""
 from __future__ import annotations
 
 import difflib
@@ -29,7 +29,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return f" (did you mean {word.replace(',', '+')}?)"
     matches = [ours for ours, names in ALIASES.items() if word in names.split() and ours in known.values()]
     word = word.lstrip("-")
-    near = difflib.get_close_matches(word, known, 3, 0.8)  # eagle4 is a slip of eagle3 rather than of eagle
+    near = difflib.get_close_matches(word, known, 3, 0.8)
+    # Prefer names of the same length: eagle4 is more likely eagle3 than eagle.
     near = sorted(near, key=lambda name: len(name) != len(word)) or difflib.get_close_matches(word, known, 1)
     matches += map(known.get, near)
     return f" (did you mean {matches[0]}?)" if matches else ""

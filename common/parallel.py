@@ -1,4 +1,4 @@
-"""A parallel map over few results at a time."""
+"""A parallel map with a bounded number of results in memory."""
 from __future__ import annotations
 
 from collections import deque
@@ -7,26 +7,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
-MAX_WORKERS = 8  # each holds a result, such as a tensor
+MAX_WORKERS = 8  # also limited by torch.get_num_threads(); each holds a result in memory
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield function(item) for each item in order, computed by PyTorch's number of threads or MAX_WORKERS.
+    """Yield function(item) for each item in order, computed by up to MAX_WORKERS threads.
 
-    One more result waits. PyTorch computes each call, and the caller's work in between, with one thread.
+    At most one more result is waiting. Until the end, PyTorch uses one thread, also in the caller.
     """
     import torch
 
-    count, waiting = torch.get_num_threads(), deque[Future[Result]]()
-    workers = min(count, MAX_WORKERS)
+    threads, futures = torch.get_num_threads(), deque[Future[Result]]()
+    workers = min(threads, MAX_WORKERS)
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(workers) as pool:
             for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                futures.append(pool.submit(function, item))
+                if len(futures) > workers:
+                    yield futures.popleft().result()
+            while futures:
+                yield futures.popleft().result()
     finally:
-        torch.set_num_threads(count)
+        torch.set_num_threads(threads)

@@ -18,8 +18,9 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from common.errors import InputError, did_you_mean
 
 ABSENT = object()
-UNION_MEMBER = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names the members of a union
-PYDANTIC = re.compile(r"^\w+ should (be|have) |(, unable to| after validation| to extract fields).*")
+# pydantic's names of union members in error locations.
+UNION_MEMBER = re.compile(r"\[|^constrained-|^(str|int|dict)$")
+BOILERPLATE = re.compile(r"^\w+ should (be|have) |(, unable to| after validation| to extract fields).*")
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
 SHORT.maxlist, SHORT.maxlevel = 12, 3
@@ -44,12 +45,12 @@ def text(max_length: int = 1 << 20, pattern: str | None = None) -> Any:
 Flag = Annotated[bool, Strict()]
 Whole, Text = whole(), text()
 Sha256 = text(pattern=r"^[0-9a-f]{64}$")
-IdCount, Width, SmallSize = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # vocabularies, matrices, small
+IdCount, Width, SmallSize = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # upper bounds: 16M, 4M, 64k
 Layers = whole(1, 10_000)
 
 
 class InvalidValue(InputError):
-    """A key has an invalid value. The message names key, value and what is expected."""
+    """A key has an invalid value. The message has the key, the value and what is expected."""
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
@@ -58,18 +59,18 @@ class InvalidValue(InputError):
 
 
 def invalid_value(error: dict, path: Iterable, whole: str) -> InvalidValue:
-    """Return an error of pydantic's as ours. path: keys from the outermost. whole: name of what has none."""
+    """Convert an error of pydantic. path: keys, outermost first. whole: name of the value without a path."""
     keys = (str(part) for part in path if not UNION_MEMBER.search(str(part)))
     name = ".".join(filter(None, keys)) or whole
     if error["type"] == "missing":
         return InvalidValue(name, ABSENT, "a value")
-    expected = "no such key" if error["type"] == "extra_forbidden" else PYDANTIC.sub("", error["msg"])
+    expected = "a known key" if error["type"] == "extra_forbidden" else BOILERPLATE.sub("", error["msg"])
     return InvalidValue(name, error["input"], expected)
 
 
 @contextlib.contextmanager
 def named(where: str | Path, advice: str = "") -> Iterator[None]:
-    """Turn InvalidValue in this context into an InputError that names the file and ends in the advice."""
+    """Convert InvalidValue in this context to an InputError with the file's name and the advice."""
     try:
         yield
     except InvalidValue as e:
@@ -79,8 +80,8 @@ def named(where: str | Path, advice: str = "") -> Iterator[None]:
 class Schema:
     """The type of a parsed file, or of a part of one."""
 
-    def __init__(self, kind: Any):
-        self.adapter = TypeAdapter(kind)
+    def __init__(self, type_: Any):
+        self.adapter = TypeAdapter(type_)
 
     def check(self, value: Any, key: str = "") -> Any:
         """Validate and convert a value. Raises InvalidValue. key: its name in the file."""
@@ -101,21 +102,21 @@ class Schema:
 schema_of = functools.cache(Schema)
 
 
-def with_options(kind: type, options: dict, more: Iterable[str] = ()) -> Any:
-    """Build a dataclass from named options; None: the default. more: further names, for the message.
+def with_options(dataclass: type, options: dict, more: Iterable[str] = ()) -> Any:
+    """Create a dataclass from options by name; None: the default. more: other valid names, for the message.
 
-    Raises InputError on an unknown name.
+    Raises InputError on unknown names.
     """
-    known = [*more, *(field.name for field in fields(kind))]
+    known = [*more, *(field.name for field in fields(dataclass))]
     for name in options:
         if name not in known:
             suggestion = did_you_mean(name, known)
             raise InputError(f"{name}: no such option{suggestion}; choose from {', '.join(known)}")
-    return kind(**{name: value for name, value in options.items() if value is not None})
+    return dataclass(**{name: value for name, value in options.items() if value is not None})
 
 
 def as_python(value: Any) -> Any:
-    """Convert numbers and arrays of numpy and torch, also in lists and tuples, to Python's."""
+    """Convert NumPy and PyTorch numbers and arrays, also in lists and tuples, to Python numbers and lists."""
     if isinstance(value, (list, tuple)):
-        return [as_python(one) for one in value]
+        return [as_python(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

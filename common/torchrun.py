@@ -18,23 +18,23 @@ def muted() -> Iterator[None]:
         yield
 
 
-# Options that may differ between machines. Callers compare the contents of these files.
+# Options that may differ between machines. Of the files among them, callers compare the contents.
 PER_MACHINE = {
     "checkpoint", "draft", "datastore", "prompt_file", "json_schema", "questions", "out", "trace", "device",
     "threads", "host", "port", "api_key",
 }
 
 
-def shared_options(o: argparse.Namespace, *contents: object) -> str:
-    """Return the options that all ranks must share, and the contents of files, as one line."""
-    shared = {name: value for name, value in sorted(vars(o).items()) if name not in PER_MACHINE}
+def shared_options(args: argparse.Namespace, *contents: object) -> str:
+    """Return the options that must be equal on all ranks, and the contents of files, as one line."""
+    shared = {name: value for name, value in sorted(vars(args).items()) if name not in PER_MACHINE}
     return repr((shared, *contents))
 
 
 def exit_with_torchrun() -> None:
     """Send SIGTERM to this process when its torchrun dies.
 
-    Without this, ranks go on without a launcher, or wait for minutes.
+    Otherwise ranks would continue without a launcher, or wait for minutes.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

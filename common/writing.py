@@ -15,11 +15,11 @@ from common.errors import InputError
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Add the file name to an OSError raised in this context: write() on an open file has none."""
+    """Add the file name to an OSError raised in this context: errors of write() have none."""
     try:
         yield
     except OSError as e:
-        if e.errno is not None:  # else str(e) is a message that `filename` would replace
+        if e.errno is not None:  # otherwise setting `filename` would change the message
             e.filename = e.filename or str(path)
         raise
 
@@ -50,9 +50,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 def staging(out: Path, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
     """Yield an empty temporary folder next to `out`; on success it replaces `out`.
 
-    kept: entries of the old `out` for which it is true move to the new folder unless it has that name; by
-    default subfolders, such as heads. Symlinks are followed. On an error or Ctrl-C the temporary folder is
-    removed. Raises InputError if it cannot be written.
+    kept: a predicate; entries of the old `out` for which it is true are moved to the new folder unless it has
+    that name (default: subfolders, such as heads). Symlinks are followed. On an error or Ctrl-C the temporary
+    folder is removed. Raises InputError if it cannot be written.
     """
     destination = out.resolve()
     temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
@@ -74,7 +74,7 @@ def _replace_folder(new: Path, out: Path, kept: Callable[[Path], bool]) -> None:
         if not out.is_dir():
             raise
         old = new.with_name(f"{new.name}.old")
-        shutil.rmtree(old, ignore_errors=True)  # of a killed process with our pid
+        shutil.rmtree(old, ignore_errors=True)  # left by a killed process
         out.rename(old)
         try:
             new.rename(out)
@@ -104,7 +104,7 @@ def check_writable(flag: str, folder: str) -> None:
     while not os.path.lexists(path):
         path = path.parent
     if not path.is_dir() or not os.access(path, os.W_OK):
-        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+        raise InputError(f"{flag} {folder}: is not a writable folder")
 
 
 def check_replaceable(flag: str, folder: str) -> None:
@@ -113,5 +113,5 @@ def check_replaceable(flag: str, folder: str) -> None:
     if os.path.ismount(path):
         raise InputError(f"{flag} {folder}: is a mount point and cannot be replaced; use a folder in it")
     if os.path.exists(path) and not path.is_dir():
-        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+        raise InputError(f"{flag} {folder}: is not a writable folder")
     check_writable(flag, str(path.parent))

@@ -28,7 +28,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         log_stderr(HELP)
-        with contextlib.suppress(ImportError):  # Python may be built without it
+        with contextlib.suppress(ImportError):  # not in all builds of Python
             import readline  # noqa: F401  gives `input` line editing and a history
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)

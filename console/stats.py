@@ -18,11 +18,11 @@ def format_stats(requests: list[Request], engine: Engine) -> str:
     """Format prefill, steps by tree and by emitted tokens, and peak memory of requests of one batch."""
     seconds, _ = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
-    used = sum((r.trees for r in requests), Counter())
-    common = dict(used.most_common(MAX_LISTED_TREES))
-    if others := used.total() - sum(common.values()):
-        common["others"] = others
-    trees = ", ".join(f"{n} x {name}" for name, n in common.items())
+    tree_counts = sum((r.trees for r in requests), Counter())
+    listed = dict(tree_counts.most_common(MAX_LISTED_TREES))
+    if others := tree_counts.total() - sum(listed.values()):
+        listed["others"] = others
+    trees = ", ".join(f"{n} x {name}" for name, n in listed.items())
     prompt, prefill = sum(len(r.prompt) for r in requests), max(r.prefill_seconds for r in requests)
     lines = [f"{counted(prompt, 'token')} in the prompt, prefill {prefill * 1e3:.0f} ms;"
              f" {counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"

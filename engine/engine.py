@@ -283,7 +283,7 @@ class Engine:
     ) -> list[Request]:
         """Decode any number of prompts to their end; see `run`.
 
-        Raises InputError as `admit` does, and if a JSON schema cannot be followed to its end.
+        Raises InputError as `admit` does, and if a JSON schema cannot be satisfied.
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         requests: list[Request] = []

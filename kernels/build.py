@@ -31,38 +31,37 @@ class NoKernels(InputError):
 
 
 def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
-    """Return the library for an instruction set, this torch and the compiler; compile it unless cached.
+    """Return the library for an instruction set, compiled for this PyTorch and compiler unless cached.
 
-    Its operators are in the namespace `namespace(isa)`. Without a compiler, a library of any is used.
-
-    Raises NoKernels if there is no C++ compiler or it fails; OSError if no folder is writable.
+    Its operators are in the namespace `namespace(isa)`. Without a compiler, a cached library of any compiler
+    is used. Raises NoKernels if there is none, or the compiler fails; OSError if no folder is writable.
     """
-    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    command = [shutil.which(words[0]), *words[1:]]
-    texts = [(path.name, path.read_bytes()) for path in sources()]
+    cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    command = [shutil.which(cxx[0]), *cxx[1:]]
+    contents = [(path.name, path.read_bytes()) for path in sources()]
     flags = (*FLAGS, *isa.flags, f"-DVENDOR_{vendor()}", f"-DNAMESPACE={namespace(isa)}")
-    stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
+    stem = f"{isa.name}-{_digest(repr((contents, torch.__version__, flags, platform.machine())).encode())}"
     compiler = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else ""
     for folder in (CACHE, writable_folder(CACHE)):
         if libraries := sorted(folder.glob(f"{stem}-{compiler}*.so")):
             return libraries[0]
     if not command[0]:
-        raise NoKernels(f"no C++ compiler: the kernels need {words[0]}; install it or set CXX")
+        raise NoKernels(f"no C++ compiler: the kernels need {cxx[0]}; install it or set CXX")
     log(f"compiling the kernels for {isa.name} ...")
     start = time.perf_counter()
     root = Path(torch.__file__).parent
     link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
     with tempfile.TemporaryDirectory() as build:
-        compiled = {path: f"{build}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
-        _run([[*command, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
-        _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{build}/kernels.so"]])
-        if not (linked := Path(build, "kernels.so")).exists():
-            raise NoKernels(f"{command[0]} did not write a library; set CXX to another one")
+        objects = {path: f"{build}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
+        _run([[*command, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in objects.items()])
+        _run([[*command, "-shared", "-pthread", *objects.values(), *link, "-o", f"{build}/kernels.so"]])
+        if not (shared := Path(build, "kernels.so")).exists():
+            raise NoKernels(f"{command[0]} did not write a library; set CXX to another compiler")
         library = folder / f"{stem}-{compiler}.so"
         from common.writing import atomic_path
 
-        with atomic_path(library) as part:  # another process may be doing the same
-            shutil.copyfile(linked, part)
+        with atomic_path(library) as part:  # other processes may write the same file
+            shutil.copyfile(shared, part)
     log(f"compiling the kernels took {time.perf_counter() - start:.1f} s")
     return library
 
@@ -79,14 +78,14 @@ def _digest(content: bytes) -> str:
 def _run(commands: list[list[str]]) -> None:
     """Run compiler commands in parallel. Raises NoKernels if one fails."""
     with contextlib.ExitStack() as stack:
-        started = []
+        processes = []
         for command in commands:
             errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe could fill up
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
             stack.callback(process.wait)
             stack.callback(process.kill)
-            started.append((process, errors))
-        for process, errors in started:
+            processes.append((process, errors))
+        for process, errors in processes:
             if process.wait():
                 errors.seek(0)
                 reason = next((line.strip() for line in errors if "rror" in line), "no error message")
@@ -115,7 +114,7 @@ def writable_folder(folder: Path) -> Path:
 
 
 def compiled_folder() -> Path:
-    """Return the folder of torch.compile's results. Raises as `writable_folder`."""
+    """Return the cache folder of torch.compile. Raises as `writable_folder`."""
     return writable_folder(CACHE_ROOT)
 
 

@@ -1,4 +1,4 @@
-"""Checks of ranks before weights are read."""
+"""Checks of ranks before loading weights."""
 from __future__ import annotations
 
 import os
@@ -17,7 +17,7 @@ from kernels.tp import Ranks
 def check_ranks(checkpoint: Path, runtime: Runtime, log: Callable[[str], None], ranks: Ranks) -> None:
     """Raise InputError if the ranks differ, or if the target cannot be sharded."""
     if runtime.autotune:
-        raise InputError("--autotune: ranks would choose different kernels by time; leave it out")
+        raise InputError("--autotune: ranks could choose different kernels; leave it out")
     config, device = read_config(checkpoint, "target"), torch.device(runtime.device_name)
     ranks.check_equal(
         f"torch {torch.__version__}, {device.type}, kernels for {runtime.isa_name},"
@@ -28,6 +28,6 @@ def check_ranks(checkpoint: Path, runtime: Runtime, log: Callable[[str], None], 
 
 
 def shared_memory(ranks: Ranks, device: torch.device, free: int) -> int:
-    """Return the memory available to each rank, in bytes: the minimum over ranks. free: bytes free here."""
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1  # of this machine
-    return int(ranks.all_gather(torch.tensor([free // sharing], device=device)).min())
+    """Return the bytes available to each rank: the minimum over ranks. free: free bytes of its device."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    return int(ranks.all_gather(torch.tensor([free // local_ranks], device=device)).min())

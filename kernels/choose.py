@@ -17,10 +17,10 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for a device.
 
-    kernels: use ours where they run. isa: the instruction set of CPU kernels (`kernels.isa.SETS`); None: the
-    best. required: an option needs the CPU kernels. Without a compiler for them, return PyTorch's
-    and log the reason. Raises InputError if the processor lacks the instruction set; NoKernels, an
-    InputError, if the compiler is missing or fails and `required` or `isa` is given.
+    kernels: use our kernels if the device supports them. isa: instruction set of the CPU kernels
+    (`kernels.isa.SETS`); None: the best. required: an option needs the CPU kernels. If compiling fails, log
+    the reason and return the PyTorch backend, or raise NoKernels (an InputError) with `required` or `isa`.
+    Raises InputError if the processor lacks the instruction set.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -30,7 +30,7 @@ def choose_backend(
     except NoKernels as e:
         if required or isa is not None:
             raise
-        log(f"{e}. Until then PyTorch decodes alone, which is slower")
+        log(f"{e}. Using PyTorch without our kernels, which is slower")
     return TORCH_BACKEND
 
 
@@ -43,22 +43,22 @@ def _choose_cuda(device: torch.device, kernels: bool, log: Callable[[str], None]
 
         return CudaBackend()
     if kernels:
-        log("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
+        log("using PyTorch's kernels: ours need compute capability 8.0 and Triton")
     return TORCH_BACKEND
 
 
 def on_backend(target, ranks):
-    """Return an `engine.target.Target` with its model on the backend of its device, and caches of `--kv`."""
+    """Choose the backend of an `engine.target.Target`, prepare its model, set the cache class of `--kv`."""
     runtime, model = target.runtime, target.model
     kernels, on_cpu = runtime.compile and runtime.kernels, model.embed.device.type == "cpu"
     if kernels or (not on_cpu and "quantization" in target.config):  # on a GPU this also detects fp8 support
-        given = runtime.device_name, kernels, runtime.isa, target.log, runtime.kv == "int8"
-        target = replace(target, backend=choose_backend(*given))
+        arguments = runtime.device_name, kernels, runtime.isa, target.log, runtime.kv == "int8"
+        target = replace(target, backend=choose_backend(*arguments))
     target.prepare_models(model)
     if not model.runs_on_backend and (runtime.on_cpu_kernels or (ranks is not None and on_cpu)):
-        # Layers without kernels run in PyTorch, uncompiled.
+        # Layers without kernels run in eager PyTorch.
         target = replace(target, runtime=replace(runtime, compile=False))
-    if runtime.kv != "auto":  # else the one that `prepare` chose
+    if runtime.kv != "auto":  # auto: keep the class that `prepare` has set
         from kernels.kv_dtypes import caches_of
 
         model.Caches = caches_of(target)

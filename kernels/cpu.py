@@ -1,8 +1,8 @@
 """Backend and step on CPUs: C++ operators (`csrc/`), compiled for one instruction set (`kernels.isa`).
 
-Every operator is batch-invariant: a token's result does not depend, bit for bit, on the tokens computed with
-it. So output with drafting equals output without it, in bfloat16 too. A step calls a few large operators and
-needs no torch.compile. Operators have no gradient; csrc/operators.cpp documents them. `kernels.packed` has
+Every operator is batch-invariant: a token's result has the same bits whatever tokens are computed with it.
+So output with drafting equals output without, also in bfloat16. A step calls a few large operators and does
+not need torch.compile. Operators have no gradient; csrc/operators.cpp documents them. `kernels.packed` has
 the modules that replace those of a model.
 """
 from __future__ import annotations
@@ -31,20 +31,20 @@ ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neondot", "neon", "portab
 class Layout(NamedTuple):
     """The layout of packed weights for an instruction set."""
 
-    columns: int  # of a block
-    bf16_per_word: int  # inputs in a word of a quantized weight, if x is bfloat16
-    bytes_per_word: int  # inputs in a word of a w8a8 weight
-    byte_offset: int  # added to the values of a w8a8 weight
-    nibbles_per_word: int  # inputs in a word of a q4 weight
+    columns: int  # outputs per block
+    bf16_per_word: int  # inputs per word of a quantized weight, for activations in bfloat16
+    bytes_per_word: int  # inputs per word of a w8a8 weight
+    w8a8_zero_point: int  # added to the int8 values of a w8a8 weight
+    nibbles_per_word: int  # inputs per word of a q4 weight
 
 
 class CpuBackend(Backend):
-    """Models on C++ operators, such as `torch.ops.eagle_avx2`. isa: one that the processor has."""
+    """Models on C++ operators, such as `torch.ops.eagle_avx2`. isa: must be supported by the processor."""
 
     caches = {"auto": cpu_cache.CpuCaches}
-    # A head reads all its weights at each level; w8a8 costs no acceptance (docs/quantizing.md).
+    # A head reads all its weights at each tree level; w8a8 does not lower acceptance (docs/quantizing.md).
     quantized_at_load = {torch.bfloat16: "w8a8"}
-    loaded: dict[str, CpuBackend] = {}  # by instruction set
+    loaded: dict[str, CpuBackend] = {}  # instruction set -> backend
 
     def __init__(self, isa: InstructionSet):
         self.name, self.ops = isa.name, getattr(torch.ops, namespace(isa))
@@ -70,20 +70,20 @@ class CpuBackend(Backend):
     def prepare(self, *models: nn.Module) -> bool:
         """Pack the weights of models in place, see `Backend.prepare`.
 
-        float16, odd row sizes in bfloat16, and fp8 weights stay unpacked.
+        float16 and fp8 weights, and odd row sizes in bfloat16, are not packed.
         """
         super().prepare(*models)
-        return_freed_memory()  # a tokenizer frees 50 MB
+        return_freed_memory()  # loading the tokenizer leaves 50 MB of freed memory with malloc
         all_run = packed.pack_models(self, *models)
         return_freed_memory()  # of unpacked weights: 25 MB of a 1.5B model
         return all_run
 
     @contextlib.contextmanager
     def threads(self) -> Iterator[None]:
-        """Run our operators with PyTorch's number of threads, and PyTorch with one, within this context.
+        """In this context, give PyTorch's number of threads to our operators, and one thread to PyTorch.
 
-        OpenMP's threads spin long after their work, and would take processors from our pool. PyTorch
-        computes little between our operators.
+        Idle OpenMP threads spin, and would take cores from our thread pool. PyTorch computes little between
+        our operators.
         """
         if self._in_threads:
             yield
@@ -128,8 +128,8 @@ class CpuStep(Step):
         return self.ops.rank(logits, noise, k, ids)
 
     def advance(self, growth: CandidateTree) -> Tensor:
-        newest = growth.scores[-1], growth.tokens[-1], growth.beam_mask, growth.size
-        *beam, parent = self.ops.advance(*newest, growth.shape.width)
+        level = growth.scores[-1], growth.tokens[-1], growth.beam_mask, growth.size
+        *beam, parent = self.ops.advance(*level, growth.shape.width)
         growth.set_beam(*beam)
         return parent
 
@@ -154,8 +154,8 @@ class CpuStep(Step):
             return target.fused.verify(target, drafted, state.length, slots.shape[0], caches, aux_layers)
         return super().verify(target, drafted, state, slots, caches, aux_layers)
 
-    def join(self, one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
-        fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
+    def join(self, first: Tree, second: Tree, nodes: int, levels: int, costs=None) -> Tree:
+        fields = (x for t in (first, second) for x in (t.tokens, t.parent, t.scores))
         return Tree(*self.ops.join(*fields, nodes, *costs or packed.NO_COSTS))
 
     def lookup(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -165,13 +165,13 @@ class CpuStep(Step):
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
-        """latest: the previous call's noise, updated in place. Positions that recur are reused: drafts look
-        further ahead than a step commits.
+        """latest: the previous call's noise, updated in place. Noise of the same positions is reused: a draft
+        reaches beyond the tokens that a step commits.
         """
-        found = self.ops.gumbel(key, positions, temperature, vocabulary, *latest or [None] * 4)
+        noise = self.ops.gumbel(key, positions, temperature, vocabulary, *latest or [None] * 4)
         if latest is not None:
-            latest[:] = found
-        return found[-1]
+            latest[:] = noise
+        return noise[-1]
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         return self.ops.restrict(logits, temperature, top_k, top_p)

@@ -11,7 +11,7 @@ from model import Block, KVCache, KVCaches, ModelArgs, PassInputs, Transformer
 
 
 def angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """`model.rope_table` as one operator."""
+    """Compute `model.rope_table` in one operator."""
     return ops.angles(positions, inv_freq.float(), args.rope_factor)
 
 
@@ -26,7 +26,7 @@ class CpuCache(KVCache):
 
 
 class CpuCaches(KVCaches):
-    """`KVCaches` for the operators."""
+    """`KVCaches` for the C++ operators."""
 
     Layer = CpuCache
 
@@ -38,7 +38,7 @@ class CpuCaches(KVCaches):
 
     def _bind(self, head_dim: int, backend) -> CpuCaches:
         self.head_dim, self.backend = head_dim, backend
-        self._network: tuple = None, None  # a model, and its `network`
+        self._network: tuple = None, None  # (model, its C++ Network)
         for cache in self:
             cache.backend = backend
         return self
@@ -57,12 +57,13 @@ class CpuCaches(KVCaches):
         return self.backend.ops.cache_table(*self.keys_and_values)
 
     def network(self, model: Transformer | Eagle3Head) -> tuple:
-        """Return a model, for these caches, as the C++ type Network (csrc/operators.cpp). Cached."""
+        """Return the model with these caches as the C++ type Network (csrc/operators.cpp). Cached."""
         if self._network[0] is not model:
             args, tensors = model.args, (*model.fused.weights, *self.keys_and_values)
             layer_table = self.backend.ops.layer_table(*tensors, args.norm_eps)
             rope = model.inv_freq.float(), args.rope_factor
-            embed = model.embed  # as the C++ type Table
+            embed = model.embed
+            # The C++ type Table.
             table = embed.table if hasattr(embed, "table") else (embed.weight, None, None, None, False)
             self._network = model, (*table, *rope, layer_table, args.norm_eps)
         return self._network[1]

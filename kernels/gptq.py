@@ -1,13 +1,13 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): 4-bit weights with least output error.
+"""GPTQ (Frantar et al., arXiv 2210.17323): 4-bit weights with minimal output error.
 
-The columns of a weight are rounded one after the other, and later columns compensate for the errors of
-earlier ones. Calibration data contribute x^T x of a layer's inputs x, GPTQ's Hessian H.
+The columns of a weight are rounded one after another; later columns compensate for the errors of earlier
+ones. GPTQ's Hessian H is x^T x for a layer's inputs x on the calibration text.
 
 With H = F F^T, F upper triangular, the errors e of a row cost |F^T e|^2. Column k is rounded to the
 value that makes its term zero, given the previous errors: w_k + sum over l < k of F[l, k] e_l / F[k, k]. GPTQ
 computes the same with the factor of H's inverse; F needs no inverse (arXiv 2507.18553).
 
-K inputs, N outputs of a layer, R tokens of the text.
+Shapes: K inputs, N outputs, R tokens.
 """
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from kernels.stored import Kind, fit_groups, pack_values, quantize_scales
 
 DAMPING = 0.1  # relative to the mean of H's diagonal
-SPAN_COLUMNS = 2048  # that share a Hessian, a multiple of all groups
-UNIT_ROOM = 1.25  # times the units of the weight: rounding errors of earlier columns widen later ranges
+SPAN_COLUMNS = 2048  # inputs per Hessian; a multiple of all group sizes
+UNIT_MARGIN = 1.25  # factor of super-scales: compensation for errors widens the ranges of later groups
 
 
 def gptq(weight: Tensor, x: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def gptq(weight: Tensor, x: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]
     (N, K), group = weight.shape, kind.group
     exact = weight.t().contiguous()  # [K, N]
     q = torch.empty(K, N, dtype=torch.uint8)
-    units = UNIT_ROOM * kind.fit(weight)[0][..., None]  # [N, 2, 1]
+    units = UNIT_MARGIN * kind.fit(weight)[0][..., None]  # [N, 2, 1]
     codes = torch.empty(N, 2, K // group, dtype=torch.int8)
     for span, to, of_span, found in zip(*(t.split(SPAN_COLUMNS) for t in (exact, q)),
                                         x.split(SPAN_COLUMNS, 1), codes.split(SPAN_COLUMNS // group, 2)):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from common.errors import InputError
 
-ISA_VARIABLE = "EAGLE_ISA"  # an environment variable: the instruction set to use instead of the best one
+ISA_VARIABLE = "EAGLE_ISA"  # environment variable: instruction set to use instead of the best one
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """flags: of the compiler. needs: features of the processor, as in /proc/cpuinfo."""
+    """flags: compiler flags. needs: processor features, named as in /proc/cpuinfo."""
 
     name: str
     flags: tuple[str, ...]
@@ -22,7 +22,7 @@ class InstructionSet:
 
 
 def _x86(name: str, *more: str, base: InstructionSet | None = None) -> InstructionSet:
-    """Return `base` with more features. Compiler flags are the names in /proc/cpuinfo without _."""
+    """Return `base` with more features. Compiler flags are derived from the names in /proc/cpuinfo."""
     flags, needs = (base.flags, base.needs) if base else (("-march=haswell",), ())
     switches = tuple("-m" + feature.replace("amx_", "amx-").replace("_", "") for feature in more)
     return InstructionSet(name, flags + switches, needs + more)
@@ -56,7 +56,7 @@ VENDORS = {"AuthenticAMD": AMD, "GenuineIntel": INTEL}
 
 @cache
 def cpuinfo(*names: str) -> str:
-    """Return the first value of one of these names in /proc/cpuinfo; empty if there is none."""
+    """Return the first value with one of these names in /proc/cpuinfo; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def cpuinfo(*names: str) -> str:
 
 
 def features() -> frozenset[str]:
-    """Return this processor's features by their names in /proc/cpuinfo; empty if unknown."""
+    """Return this processor's features as in /proc/cpuinfo; empty if unknown."""
     return frozenset(cpuinfo("flags", "Features").split())
 
 
@@ -82,35 +82,35 @@ def _amx_permitted() -> bool:
 
 
 def _missing(isa: InstructionSet) -> str:
-    """Return the reason why an instruction set cannot be used here; empty if it can."""
+    """Return the reason why an instruction set cannot be used here; "" if it can."""
     if missing := set(isa.needs) - features():
         return f"this processor has no {', '.join(sorted(missing))}"
     if "amx_tile" in isa.needs and not _amx_permitted():
-        return "Linux does not permit AMX (5.16 or later does)"
+        return "this Linux kernel does not permit AMX (needs 5.16 or later)"
     return ""
 
 
 def available() -> list[str]:
     """Return the instruction sets that can be used here, best first."""
     names = [isa.name for isa in SETS.values() if not _missing(isa)]
-    if vendor() == INTEL and _AVX512BF16.name in names:  # and the next, which needs less
-        # On Intel a dot product of bf16 pairs takes 2.2 cycles, two float32 products take one.
+    if vendor() == INTEL and _AVX512BF16.name in names:
+        # Swap it with AVX-512 VNNI: on Intel, VDPBF16PS takes 2.2 cycles, two float32 FMAs take one.
         i = names.index(_AVX512BF16.name)
         names[i : i + 2] = names[i + 1], names[i]
     return names
 
 
 def choose(name: str | None = None) -> InstructionSet:
-    """Return the instruction set of this name (default: of EAGLE_ISA, then the best one).
+    """Return the instruction set of this name (default: EAGLE_ISA, else the best one).
 
     Raises InputError if it is unknown or cannot be used here.
     """
-    where = "--isa" if name else ISA_VARIABLE
+    source = "--isa" if name else ISA_VARIABLE
     name = name or os.environ.get(ISA_VARIABLE)
     if not name:
         return SETS[available()[0]]
     if name not in SETS:
-        raise InputError(f"{where} {name}: unknown; choose from {', '.join(SETS)}")
+        raise InputError(f"{source} {name}: unknown; choose from {', '.join(SETS)}")
     if reason := _missing(SETS[name]):
-        raise InputError(f"{where} {name}: {reason}; choose from {', '.join(available())}")
+        raise InputError(f"{source} {name}: {reason}; choose from {', '.join(available())}")
     return SETS[name]

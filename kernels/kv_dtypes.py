@@ -1,8 +1,8 @@
 """KV caches of `--kv`: float8 (e4m3) for PyTorch and our GPU kernels, int8 for the CPU operators.
 
-In float8 values are rounded to e4m3 (Micikevicius et al. 2022, FP8 Formats for Deep Learning) and clamped to
-448. There is no scale, as in vLLM by default. A scale per head and token changes little (docs/benchmarks.md,
-"Caches in fp8"). Buffers are uint8, as PyTorch does not support indexing float8 on every device.
+In float8, values are rounded to e4m3 (Micikevicius et al. 2022, FP8 Formats for Deep Learning) and clamped to
++-448. There are no scales, as in vLLM by default: scales per head and token change little
+(docs/benchmarks.md, "Caches in fp8"). Buffers are uint8, as PyTorch cannot index float8 on every device.
 """
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Float8Caches(KVCaches):
 class Int8Cache(CpuCache):
     """Keys and values in int8, with one scale per head and slot, see csrc/kv_int8.h.
 
-    k, v: [B, blocks of slots, nkv, bytes of a block]; in memory heads precede blocks.
+    k, v: [B, blocks of slots, nkv, bytes of a block]; in memory, the head dimension precedes blocks.
     """
 
     def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str):
@@ -77,12 +77,11 @@ def check_kv(kv: str, on_cpu_kernels: bool) -> None:
         raise InputError(f"--kv {kv}: unknown; choose from {', '.join(KV_DTYPES)}")
     if kv == "int8" and not on_cpu_kernels:
         raise InputError(
-            "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
-            " --no-kernels and --no-compile"
+            "--kv int8: needs our CPU kernels; use --device cpu, without --no-kernels and --no-compile"
         )
     if kv == "fp8" and on_cpu_kernels:
-        raise InputError("--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8, or"
-                         " add --no-kernels")
+        raise InputError("--kv fp8: our CPU kernels support only int8 caches; use --kv int8 or"
+                         " --no-kernels")
 
 
 def caches_of(target) -> type[KVCaches]:

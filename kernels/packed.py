@@ -3,8 +3,8 @@
 `pack_models` converts models in place. Packed modules are for inference only: they have no gradient and no
 `weight`. They call the operators (`ops`, see csrc/operators.cpp) of their backend.
 
-Linear layers, MLPs and norms are replaced by packed modules. A block, a target or an EAGLE-3 head stays, and
-its attribute `fused` gets an object that computes its whole pass in one operator.
+Linear layers, MLPs and norms are replaced with packed modules. Blocks, targets and EAGLE-3 heads are kept,
+and get an attribute `fused`, which computes their whole pass in one operator.
 """
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from engine.state import State
     from engine.step import Step
 
-NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.engine.Choice`
+NO_COSTS = 0.0, None, None  # do not limit the tree by costs, see `engine.engine.Choice`
 SAME_DTYPE, FLOAT32 = range(2)  # modes of `ops.linear`
-GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by activation of the gate
+GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # activation of the gate -> mode of `ops.linear`
 
 
 # -- modules -----------------------------------------------------------------------------------
 
 
 class Packed(nn.Module):
-    """A weight [N, K], or one [E, N, K] of all experts, packed for x of this dtype, with scales and bias.
+    """A weight [N, K], or [E, N, K] of all experts, packed for inputs of this dtype, with scales and bias.
 
-    weight: a tensor, or a module that has it. activation: the weight is gate and up, stacked, and the output
-    is activation(gate) * up.
+    weight: a tensor, or a module with one. activation: the weight is gate and up, stacked; the output is
+    activation(gate) * up.
     """
 
     def __init__(
@@ -164,18 +164,18 @@ class FusedTransformer:
         caches: CpuCaches, aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """See `Transformer.forward`."""
-        given = tokens, positions, slots, visible, self.embedding_scale, aux_layers
-        x, features = target.backend.ops.target_forward(*given, *caches.network(target))
+        inputs = tokens, positions, slots, visible, self.embedding_scale, aux_layers
+        x, features = target.backend.ops.target_forward(*inputs, *caches.network(target))
         return x, features if aux_layers else None
 
     def verify(
         self, target: Transformer, drafted: Tree, length: Tensor, slots: int, caches: CpuCaches,
         aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """`Step.verify` in one operator. slots: the number of live slots."""
+        """Compute `Step.verify` in one operator. slots: number of live slots."""
         nodes = drafted.tokens, drafted.depth, drafted.ancestors, length, slots
-        given = self.embedding_scale, aux_layers, *self.lm_head
-        logits, features = target.backend.ops.verify(*nodes, *given, *caches.network(target))
+        model = self.embedding_scale, aux_layers, *self.lm_head
+        logits, features = target.backend.ops.verify(*nodes, *model, *caches.network(target))
         return logits, features if aux_layers else None
 
 
@@ -204,7 +204,7 @@ class FusedEagle3Head:
     def draft(
         self, step: Step, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs
     ) -> tuple:
-        """`Step.draft` in one operator: return the fields of the tree, and its number of levels."""
+        """Compute `Step.draft` in one operator. Returns the fields of the tree, and its number of levels."""
         head, shape = drafter.network, drafter.shape
         ops, fc = head.backend.ops, head.fc
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
@@ -213,7 +213,7 @@ class FusedEagle3Head:
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
-            # `ops.draft` has one packed `fc`: other heads catch up in PyTorch.
+            # `ops.draft` needs one packed `fc`: other heads catch up in PyTorch.
             return ops.grow(drafter.catch_up(step, state, slots), *arguments)
         unread = drafter.own_features(state.features), state.max_commit, *fc.operands, fc.columns
         return ops.draft(state.tokens, state.n_unread, *unread, *arguments)
@@ -224,17 +224,17 @@ class FusedEagle3Head:
 
 def pack_models(backend, *models: nn.Module) -> bool:
     """Pack models in place, see `CpuBackend.prepare`."""
-    done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # models may share modules
+    cache: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # models may share modules
 
-    def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
-        if module not in done:
-            done[module] = PackedLinear(backend, module, dtype)
-        return done[module]
+    def pack_linear(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
+        if module not in cache:
+            cache[module] = PackedLinear(backend, module, dtype)
+        return cache[module]
 
     def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the children that operators support. Each is freed before the next is packed.
 
-        The lm_head, the largest, comes first, while little memory is in use.
+        The lm_head, the largest, comes first, while memory use is low.
         """
         for name in sorted((name for name, _ in parent.named_children()), key=lambda name: name != "lm_head"):
             child = parent.get_submodule(name)
@@ -245,12 +245,12 @@ def pack_models(backend, *models: nn.Module) -> bool:
             elif is_mixture(child) and supports_module(child, dtype, device):
                 setattr(parent, name, load("kernels.packed_more:PackedExperts")(backend, child, dtype))
             elif name != "lm_head" and is_table(child):
-                continue  # rows are read from the table
+                continue  # operators read rows of the unpacked table
             elif supports_module(child, dtype, device):
                 if name == EMBED and isinstance(child, Quantized):
                     layer = load("kernels.packed_more:PackedEmbedding")(backend, child, dtype)
                 else:
-                    layer = packed(child, dtype)
+                    layer = pack_linear(child, dtype)
                 setattr(parent, name, layer)
             elif not is_mixture(child):
                 pack_children(child, dtype, device)
@@ -259,7 +259,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
     for model in models:
         dtype, device = model.embed.dtype, model.embed.device
         if model.lm_head is None and supports_module(model.embed, dtype, device):
-            model.lm_head = packed(model.embed, dtype)  # tied: the table stays for the embeddings
+            model.lm_head = pack_linear(model.embed, dtype)  # tied: keep the table for the embeddings
         pack_children(model, dtype, device)
         attention_runs = supports_row_size(model.args.head_dim, dtype, device)
         if attention_runs:
@@ -270,7 +270,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 if block.standard and _is_packed(block, fused=True):
                     block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
-            # Ranks run layers part by part, with all-reduces between them.
+            # Sharded layers cannot be fused, because of the all-reduces in them.
             layers_run = all(_is_packed(layer, sharded=True) for layer in model.layers)
             model.runs_on_backend = attention_runs and layers_run
             all_run = all_run and model.runs_on_backend
@@ -286,8 +286,8 @@ def _runs_fused(head: Eagle3Head) -> bool:
     """Return whether `ops.head_forward` supports this head."""
     first = head.layer
     is_standard = is_table(head.embed) and not getattr(first, "norm_before_residual", False)
-    normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
-    return is_standard and normed and all(layer.fused for layer in (first, *head.more_layers))
+    norms_packed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
+    return is_standard and norms_packed and all(layer.fused for layer in (first, *head.more_layers))
 
 
 def _lm_head(model: Transformer | Eagle3Head) -> tuple | None:
@@ -296,14 +296,14 @@ def _lm_head(model: Transformer | Eagle3Head) -> tuple | None:
     None if they are not packed.
     """
     norm, head = model.norm, model.lm_head
-    packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear) and head.order is None
-    return (norm.scale, *head.operands, head.columns) if packed else None
+    is_packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear) and head.order is None
+    return (norm.scale, *head.operands, head.columns) if is_packed else None
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
-    """Return a layer's weights and its three numbers: arguments of csrc/operators.cpp: layer_table.
+    """Return a layer's weights, and [present, window, mode]: arguments of csrc/operators.cpp: layer_table.
 
-    They are collected once: reading attributes of modules takes as long as an operator.
+    They are collected once, as reading attributes of modules takes as long as an operator.
     """
     gate_up, down = layer.mlp.w_gate_up, layer.mlp.w_down
     attn_norm, wo_norm, mlp_norm, down_norm = (
@@ -312,7 +312,7 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     )
     weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands]
     weights += [wo_norm, mlp_norm, *gate_up.operands, *down.operands, down_norm]
-    present = 0  # bit i: weight i is given
+    present = 0  # bit i: weight i is not None
     if hasattr(layer.mlp, "bits"):  # `PackedExperts`
         weights, present = [*weights, *layer.mlp.router.operands], layer.mlp.bits
     present |= sum(1 << i for i, w in enumerate(weights) if w is not None)
@@ -321,22 +321,22 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
 
 def _joined_weights(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
     """Concatenate the `_weights` of fused layers."""
-    each = [layer.fused.weights for layer in layers]
-    return tuple([x for one in lists for x in one] for lists in zip(*each))
+    weights = [layer.fused.weights for layer in layers]
+    return tuple([x for part in parts for x in part] for parts in zip(*weights))
 
 
 def is_table(module: nn.Module) -> bool:
-    """Return whether a module is an embedding table whose rows operators read, packed or not."""
+    """Return whether a module is an embedding table that operators can read."""
     return isinstance(module, nn.Embedding) or hasattr(module, "table")
 
 
 def is_mixture(module: nn.Module | Tensor) -> bool:
-    """Return whether a module is a `families.experts.Experts`, which other models do not import."""
+    """Return whether a module is a `families.experts.Experts`, which is not imported for other models."""
     return getattr(module, "is_mixture", False)
 
 
 def supports_row_size(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether operators support rows of this size: any in float32, even ones in bfloat16."""
+    """Return whether operators support rows of this size: any in float32, even sizes in bfloat16."""
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
@@ -349,14 +349,14 @@ def supports_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torc
         full_words = module.mode not in ("w8a8", "q8") or module.inputs % 4 == 0
         return module.mode != "fp8" and full_words and supports_row_size(module.inputs, dtype, device)
     weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
-    fits = isinstance(weight, Tensor) and weight.dtype == dtype
-    return fits and supports_row_size(weight.shape[-1], dtype, device)
+    has_dtype = isinstance(weight, Tensor) and weight.dtype == dtype
+    return has_dtype and supports_row_size(weight.shape[-1], dtype, device)
 
 
 def _is_packed(layer: Block, sharded: bool = False, fused: bool = False) -> bool:
-    """Return whether all parts of a layer are packed. sharded: inside of `tp.AllReduced`.
+    """Return whether all parts of a layer are packed. sharded: some are wrapped in `tp.AllReduced`.
 
-    fused: for one operator, which does not reorder inputs.
+    fused: also require that no inputs are reordered, as fused operators cannot.
     """
     if fused and any(getattr(part, "order", None) is not None for part in layer.modules()):
         return False
@@ -364,24 +364,23 @@ def _is_packed(layer: Block, sharded: bool = False, fused: bool = False) -> bool
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
     normed = all(isinstance(norm, PackedNorm | nn.Identity) for norm in norms)
-    packed = PackedMLP | PackedLinear
-    parts = (mlp,) if isinstance(mlp, packed) else mlp.children()  # shared and routed experts
-    return linear and all(isinstance(x, packed) for x in parts) and normed
+    packed_types = PackedMLP | PackedLinear
+    parts = (mlp,) if isinstance(mlp, packed_types) else mlp.children()  # shared and routed experts
+    return linear and all(isinstance(x, packed_types) for x in parts) and normed
 
 
 # -- packing weights ---------------------------------------------------------------------------
 
 
 def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: bool = False) -> Tensor:
-    """Pack a weight [N, K] for x of this dtype -> [blocks, K/w, c, w]; rows beyond N are zero. Experts'
-    weights [E, N, K] are concatenated.
+    """Pack a weight [N, K] for inputs of this dtype -> [blocks, K/w, c, w]; rows beyond N are zero.
 
-    A block has c outputs and is read sequentially, once per pass; w inputs fill a word. gated: half of a
-    block's columns are gate, half up. mode: of quantized weights, as `QuantizedLinear` stores them; None:
-    others, with words of 4 bytes. Bytes of 4-bit modes (mxfp4: [blocks, K/w, c/2 * w] uint8, q4:
-    [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. q6 is
-    [blocks, K/w, 3/4 c, w], see csrc/packing.h. In w8a8 and q8, 128 is added for instruction sets that
-    multiply unsigned values.
+    A block has c outputs and is read sequentially, once per pass; w inputs form a word. Experts' weights
+    [E, N, K] are concatenated. gated: half of a block's outputs are gate, half are up.
+    mode: that of a quantized weight, stored as in `QuantizedLinear`; None: not quantized, words of 4 bytes.
+    mxfp4, q4: two values per byte, the first half of the block in the low bits; [blocks, K/w, c/2 * w] uint8
+    for mxfp4, [blocks, K/w, c/2, w] for q4. q6: [blocks, K/w, 3/4 c, w], see csrc/packing.h. w8a8, q8: plus
+    `w8a8_zero_point`, 128 for instruction sets that multiply unsigned by signed bytes.
     """
     layout, in_bytes = backend.layout, mode in ("w8a8", "q8")
     if mode is None:
@@ -397,7 +396,7 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
         return out if mode == "q4" else out.flatten(2)
     if mode == "q6":
         return _pack(backend, backend.ops.pack_sixes, 6, weight, words, gated)
-    out = _pack(backend, backend.ops.pack, 8, weight, words, gated, layout.byte_offset if in_bytes else 0)
+    out = _pack(backend, backend.ops.pack, 8, weight, words, gated, layout.w8a8_zero_point if in_bytes else 0)
     return out.view(torch.uint8) if in_bytes else out
 
 
@@ -407,34 +406,34 @@ def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
 
 
 def _pack(
-    backend, operator: Callable, bits: int, weight: Tensor, words: int, gated: bool, *byte_offset: int,
+    backend, operator: Callable, bits: int, weight: Tensor, words: int, gated: bool, *zero_point: int,
     empty: Callable | None = None,
 ) -> Tensor:
     """Pack a weight [N, K], or the weights of all experts [E, N, K].
 
-    bits: of a value, if it has at most a byte. byte_offset: see csrc/packing.h: pack.
+    bits: per value, at most 8 (8 also stands for wider types). zero_point: see csrc/packing.h: pack.
     """
     weights, columns = weight[None] if weight.dim() == 2 else weight, backend.layout.columns
     halves = 1 + gated
     blocks = -(-weight.shape[-2] // halves // (columns // halves))
     shape = len(weights), blocks, weight.shape[-1] * 8 // bits // words, columns * bits // 8, words
     out = (empty or empty_in_huge_pages)(shape, dtype=weight.dtype)
-    for one, to in zip(weights, out):
-        operator(one, gated, *byte_offset, to)
+    for expert, packed in zip(weights, out):
+        operator(expert, gated, *zero_point, packed)
     return out.flatten(0, 1)
 
 
-# Weights are in huge pages where the system has them: a pass reads every weight, 4 KB pages cause TLB misses,
-# and hardware prefetching stops at a page.
+# Use huge pages for weights if available: a pass reads all of them, 4 KB pages cause TLB misses, and hardware
+# prefetching stops at page boundaries.
 HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and mostly on aarch64
 CHUNK_BYTES = 256 << 20  # per allocation; pages that are never written take no memory
 CACHE_LINE_BYTES = 64
-_free_chunk = torch.empty(0, dtype=torch.uint8)  # the rest of the latest chunk
-_chunk_lock = threading.Lock()  # models may be loaded by several threads
+_free_chunk = torch.empty(0, dtype=torch.uint8)  # unused end of the latest chunk
+_chunk_lock = threading.Lock()  # several threads may load models
 
 
 def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized CPU tensor, next to the previous ones."""
+    """Return an uninitialized CPU tensor, allocated directly after the previous one."""
     global _free_chunk
     size = math.prod(shape) * dtype.itemsize
     aligned = size + -size % CACHE_LINE_BYTES
@@ -446,11 +445,11 @@ def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _allocate_chunk(size: int) -> Tensor:
-    """Return `size` bytes at the start of a huge page, freed with the last tensor in them."""
+    """Return `size` bytes, aligned to huge pages. They are freed with the last tensor in them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # this Linux kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[-whole.data_ptr() % HUGE_PAGE_BYTES :][:size]

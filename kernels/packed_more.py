@@ -1,6 +1,6 @@
-"""Mixtures of experts, and weights of the kinds of `kernels.stored`, on `kernels.cpu.CpuBackend`.
+"""Packed mixtures of experts, and packed weights of `kernels.stored`, for `kernels.cpu.CpuBackend`.
 
-`kernels.packed` has what all models need.
+Separate from `kernels.packed`, as most models do not need them.
 """
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kernels.stored import in_integers
 
 
 class PackedEmbedding(nn.Module):
-    """A `QuantizedEmbedding` that reads rows as stored: of a mapped file, only these take memory."""
+    """A `QuantizedEmbedding` that is not packed: of a mapped file, only rows that are read take memory."""
 
     def __init__(self, backend, table: Quantized, dtype: torch.dtype):
         super().__init__()
         self.backend, self.dtype, self.device = backend, dtype, table.device
         stored = in_integers(table)
         codes = stored.codes if stored.kind.unit else None
-        # An empty dense table, then the C++ type Table's parts of a stored one.
+        # The C++ type Table: an empty dense table, then the fields of a quantized one.
         empty = torch.empty(0, table.inputs, dtype=dtype)
         self.table = empty, stored.weight, stored.scale, codes, stored.kind.minima
 
@@ -34,7 +34,7 @@ class PackedEmbedding(nn.Module):
 class PackedExperts(PackedMLP):
     """`Experts` with the routed experts' weights read once per pass.
 
-    routing: the mixture, if it routes in PyTorch.
+    routing: the module whose `route` chooses experts in PyTorch; None: the operator does.
     """
 
     def __init__(self, backend, experts: nn.Module, dtype: torch.dtype):
@@ -43,7 +43,7 @@ class PackedExperts(PackedMLP):
         self.router = PackedLinear(backend, experts.router, dtype)
         activation = experts.activation
         self.w_gate_up = Packed(backend, experts.w_gate_up, experts.gate_up_bias, dtype, activation)
-        experts.w_gate_up = None  # frees its memory before the next is packed
+        experts.w_gate_up = None  # free its memory before packing the next weight
         self.w_down = Packed(backend, experts.w_down, experts.down_bias, dtype)
         self.routing = experts if experts.own_routing else None
         experts.router, experts.w_down = self.router, None
@@ -51,7 +51,7 @@ class PackedExperts(PackedMLP):
         self.bits = self.router.columns << 24 | experts.top_k << 40 | int(experts.renormalize) << 56
 
     def forward(self, x: Tensor, residual: Tensor | None, router_input: Tensor | None = None) -> Tensor:
-        """As `Experts.forward`."""
+        """See `Experts.forward`."""
         residual = torch.zeros_like(x) if residual is None else residual
         weights = [w for part in (self.router, self.w_gate_up, self.w_down) for w in part.operands]
         router_input = x if router_input is None else router_input
@@ -61,7 +61,7 @@ class PackedExperts(PackedMLP):
 
 def pack_records(backend, weight: Quantized, gated: bool, blocks: int) -> Tensor:
     """Pack a stored layer's scales -> [blocks, units, 1 or 2, bytes], see csrc/kernels.h: Records."""
-    # Some rows, or an expert, at a time: large temporary tensors would leave holes in memory.
+    # Convert parts of the rows, or one expert at a time: large temporary tensors would fragment memory.
     step = 1 if weight.weight.dim() == 3 else weight.outputs if gated else 512 * backend.layout.columns
     out, first = None, 0
     for parts in zip(*(x.split(step) for x in weight.scales)):

@@ -5,11 +5,11 @@ Weights are w = scale * q, symmetric. Here they are rounded to the nearest q; `k
 int8   one scale per output, q in -127..127
 w8a8   int8 weights; a layer's inputs are rounded to int8 too, with one scale per 64 inputs of a token
 fp8    e4m3, one scale per output; inputs are rounded to fp8 too, with one scale per token
-mxfp4  of experts whose files have it: e2m1, two values per byte; one scale per 32 inputs, a power of two
+mxfp4  only experts of published files: e2m1, two values per byte; one scale per 32 inputs, a power of two
        (e8m0: a byte, the exponent + 127)
-q4, q6, q8 of published quantized files, and of 4 bits (int4, w4a8), see `kernels.stored`; inputs are rounded
-       to int8 in the weight's groups
-f8     of published files, see `kernels.stored`; inputs are not rounded
+q4, q6, q8  formats of published quantized files, and of int4 and w4a8, see `kernels.stored`; inputs are
+       rounded to int8 in groups
+f8     e4m3 weights of published files, see `kernels.stored`; inputs are not rounded
 """
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 EMBED = "embed"  # name of the embedding module; quantized only if the source checkpoint quantizes it
 MXFP4, MXFP4_GROUP = "mxfp4", 32  # experts only; read from checkpoints, we never quantize to it
-INTEGERS = ("q4", "q6", "q8")  # modes of `kernels.stored`
-INT8_ACTIVATION_MODES = ("w8a8", *INTEGERS)  # to int8
+INTEGERS = ("q4", "q6", "q8")  # integer modes of `kernels.stored`
+INT8_ACTIVATION_MODES = ("w8a8", *INTEGERS)
 W8A8_GROUP = 64  # inputs of a token that share a dynamic scale
-FP8_MAX = 448.0  # the largest e4m3 number
+FP8_MAX = 448.0  # the largest finite e4m3 value
 CHUNK_VALUES = 1 << 19  # weights quantized per call: few calls, and intermediates fit in the CPU cache
 
 
@@ -59,9 +59,9 @@ def unpack_pairs(packed: Tensor) -> Tensor:
 
 
 def e2m1(codes: Tensor) -> Tensor:
-    """Convert e2m1 codes 0..15 to numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
-    size = (codes & 7).float()
-    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
+    """Convert e2m1 codes 0..15 to float32: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
+    code = (codes & 7).float()
+    twice = torch.where(code < 4, code, torch.where(code < 6, 2 * code - 4, 4 * code - 16))
     return torch.where(codes > 7, -twice, twice) / 2
 
 
@@ -74,11 +74,11 @@ def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
-    """Fake-quantize x [..., K] to int8, one dynamic scale per `group` inputs; the dtype is kept."""
+    """Fake-quantize x [..., K] to int8 with one dynamic scale per `group` inputs; keep the dtype."""
     K = x.shape[-1]
-    parts = F.pad(x.float(), (0, -K % group)).unflatten(-1, (-1, group))
-    scale = parts.abs().amax(-1, keepdim=True) / 127
-    q = (parts * torch.where(scale > 1e-30, scale.reciprocal(), 0)).round()
+    groups = F.pad(x.float(), (0, -K % group)).unflatten(-1, (-1, group))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    q = (groups * torch.where(scale > 1e-30, scale.reciprocal(), 0)).round()
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
 
 
@@ -86,8 +86,8 @@ class Quantized(nn.Module):
     """Base class of modules with a quantized weight [..., N, K] and its scales.
 
     mode: one of `kernels.scheme.MODES`, MXFP4, or a `Kind`. group: group size, 0 for one scale per row.
-    restore: undoes the backend's memory layout of (weight, scale), None if it has not changed them. Raises
-    InvalidValue if the group does not divide K.
+    restore: convert (weight, scale) from the backend's memory layout to the stored one; None if they are the
+    same. Raises InvalidValue if the group does not divide K.
     """
 
     restore: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -121,11 +121,11 @@ class Quantized(nn.Module):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """(scale,), or (scale, codes) for a `Kind` with codes."""
+        """(scale,), or (scale, codes) for a `Kind` with super-scales."""
         return (self.scale, self.codes) if self.kind and self.kind.unit else (self.scale,)
 
     def fit(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Compute `scales` for a weight [..., N, K], as arguments of `round`."""
+        """Return the `scales` of a weight [..., N, K], for `round`."""
         fitted = [self.kind.fit(rows) if self.kind else (rowwise_scales(rows, self.mode),)
                   for rows, in split_rows(weight)]
         return tuple(torch.cat(parts).unflatten(0, weight.shape[:-1]) for parts in zip(*fitted))
@@ -133,9 +133,9 @@ class Quantized(nn.Module):
     def round(self, weight: Tensor, *scales: Tensor) -> Tensor:
         """Quantize a weight [..., N, K] with these scales, packed like `self.weight`."""
         stored = torch.empty_like(self.weight, device=weight.device)
-        for rows, to, *of_rows in split_rows(weight, stored, *scales):
-            to.copy_(self.kind.round(rows, *of_rows) if self.kind
-                     else quantize_rowwise(rows, *of_rows, self.mode))
+        for rows, out, *row_scales in split_rows(weight, stored, *scales):
+            out.copy_(self.kind.round(rows, *row_scales) if self.kind
+                      else quantize_rowwise(rows, *row_scales, self.mode))
         return stored
 
     def numbers(self, weight: Tensor, *scales: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ class Quantized(nn.Module):
             elif index is not None:
                 weight = weight[index]
             scales = (x if index is None else x[index] for x in self.scales)
-            exact = self.numbers(weight, *scales).to(dtype)
-            return exact[..., self.order.argsort()] if self.kind.ordered else exact
+            values = self.numbers(weight, *scales).to(dtype)
+            return values[..., self.order.argsort()] if self.kind.ordered else values
         if index is not None:  # PyTorch cannot index fp8 tensors: index their bytes
             weight, scale = weight.view(torch.uint8)[index].view(weight.dtype), scale[index]
         if self.restore is not None:
@@ -165,8 +165,8 @@ class Quantized(nn.Module):
 class QuantizedLinear(Quantized):
     """A quantized linear layer [K] -> [N]. This is the reference: it dequantizes the weight at every call.
 
-    `kernels.packed` has the form for CPUs, `kernels.gpu.products` the one for integers and f8 on GPUs; fp8
-    uses tensor cores where they support it. On a GPU, w8a8 runs as int8 on rounded inputs.
+    `kernels.packed` replaces it on CPUs; on GPUs, `kernels.gpu.products` has kernels for integers and f8, and
+    fp8 uses tensor cores if supported. On a GPU, w8a8 runs as int8 on rounded inputs.
     fused: computes `product` in one kernel.
     """
 
@@ -192,7 +192,7 @@ class QuantizedLinear(Quantized):
         return (self.fused or QuantizedLinear.product)(self, x, residual, False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return `forward` in float32, for an lm_head. Kernels do not round to x's dtype in between."""
+        """Return `forward` in float32, for an lm_head. Kernels do not round to x's dtype first."""
         return (self.fused or QuantizedLinear.product)(self, x, None, True)
 
     def product(self, x: Tensor, residual: Tensor | None, float32: bool) -> Tensor:
@@ -221,8 +221,8 @@ def owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def quantize_layers(module: nn.Module, mode_of: Callable[[str], str | Kind | None]) -> None:
     """Quantize the linear layers of a loaded module in place. Unties a tied lm_head if it is quantized.
 
-    mode_of: returns the mode of a layer by its name, None to keep it. Skips layers that are quantized
-    already, and experts. Raises ValueError if a group does not divide a layer's inputs.
+    mode_of: layer name -> mode, None to keep the layer. Skips experts and layers that are already
+    quantized. Raises ValueError if a group does not divide a layer's inputs.
     """
     names = linear_names(module)
     if module.lm_head is None and (mode := mode_of("lm_head")):
@@ -235,6 +235,6 @@ def quantize_layers(module: nn.Module, mode_of: Callable[[str], str | Kind | Non
 
 
 def quantize_at_load(model: nn.Module, mode: str) -> None:
-    """Quantize a bf16 or fp16 model in place, with its lm_head unless that is the target's."""
+    """Quantize a bf16 or fp16 model in place, including its lm_head unless it is shared with the target."""
     keep = () if getattr(model.args, "own_lm_head", True) else ("lm_head",)
     quantize_layers(model, lambda name: None if name in keep else mode)

@@ -1,7 +1,7 @@
 """The step of a sharded target (tensor parallel, `kernels.tp`).
 
-Every rank runs the whole step. The lm_head is sharded by tokens: a rank draws from the logits of its tokens,
-and the ranks exchange their draws. The drafted tree is rank 0's.
+Every rank runs the whole step. The lm_head is sharded by tokens: each rank samples from its tokens' logits,
+and the ranks exchange the samples. The drafted tree is rank 0's.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @cache
 def _rank_class(step_class: type) -> type:
-    """Return the subclass of a device's `engine.step.Step` for ranks."""
+    """Return the subclass of a device's `engine.step.Step` with the methods of `RankStep`."""
     return type(f"Rank{step_class.__name__}", (RankStep, step_class), {})
 
 
@@ -42,16 +42,16 @@ class RankStep:
     def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs=None) -> Tree:
         """Return rank 0's tree.
 
-        A replicated head may differ in a last bit on another processor. Then the ranks would verify
-        different trees and sum values of different nodes.
+        A replicated head's results may differ in the last bit on another processor. Then ranks would verify
+        different trees, and all-reduce values of different nodes.
         """
         tree = super().draft(drafter, state, slots, noise, costs)
         if tree.tokens.shape[1] == 1:
             return tree
         parts = tree.tokens, tree.parent, tree.depth, tree.ancestors.long()
-        sent = self.ranks.broadcast(torch.cat([part.flatten() for part in parts]))
+        flat = self.ranks.broadcast(torch.cat([part.flatten() for part in parts]))
         # One split per tensor: GPU kernels would copy a strided one before reading it.
-        received = [part.view_as(of) for part, of in zip(sent.split([part.numel() for part in parts]), parts)]
+        received = [x.view_as(part) for x, part in zip(flat.split([part.numel() for part in parts]), parts)]
         return Tree(*received[:3], received[3].bool(), tree.scores, tree.levels)
 
     def logits(self, target: Transformer, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class RankStep:
         return self.ranks.concatenate(logits, self.head.tokens)
 
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
-        """Draw from this rank's tokens, then take the best draw of all ranks."""
+        """Sample from this rank's tokens, then return the best sample over all ranks."""
         if logits.shape[-1] == sum(self.head.tokens):
             return super().draw(logits, noise, depth)
         first = self.head.first

@@ -23,7 +23,7 @@ from kernels.stored import Kind, int4_kind
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 INT4_MODES = ("int4", "w4a8")
 AS_STORED = "stored"  # mode of a `Scheme` with a `Kind` per layer, see `kernels.stored`
-# Modes of lm_head and draft heads, which are more sensitive, where they differ from the layers' mode.
+# Modes of lm_head and draft heads by the layers' mode, if different: they are more sensitive.
 LM_HEAD_MODES = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
 GROUPS = (32, 64, 128)
 
@@ -61,9 +61,8 @@ class Scheme:
         if mode is None and (lm_head or not experts):
             raise InvalidValue("quantization.mode", mode, f"one of {', '.join(MODES)}")
         if bool({mode, lm_head} & {*INT4_MODES}) != bool(group):
-            groups, names = (" or ".join(map(str, words)) for words in (GROUPS, INT4_MODES))
-            wanted = "0" if group else groups
-            expected = f"{wanted}: only {names} has a group size"
+            groups, names = (" or ".join(map(str, values)) for values in (GROUPS, INT4_MODES))
+            expected = f"{'0' if group else groups}: only {names} has a group size"
             raise InvalidValue("quantization.group", group, expected)
         return cls(mode, group, lm_head, experts, kinds)
 
@@ -111,7 +110,7 @@ class Scheme:
 class QuantizedEmbedding(QuantizedLinear):
     """A quantized embedding table [V, H], also the lm_head if they are tied.
 
-    like: an unquantized module that gives the dtype of the embeddings.
+    like: an unquantized module with the dtype of the embeddings.
     """
 
     dtype, device = property(attrgetter("like.weight.dtype")), property(attrgetter("weight.device"))
@@ -130,15 +129,15 @@ class QuantizedStack(Quantized):
 
 
 def replace_linears(module: nn.Module, scheme: Scheme) -> None:
-    """Replace linear layers and stacked experts by uninitialized quantized modules, to load weights into.
+    """Replace linear layers and stacked experts with uninitialized quantized modules, before loading weights.
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
     stacks, kinds = [name for name, p in module.named_parameters() if p.ndim == 3], scheme.kinds or {}
-    found = [*linear_names(module), *stacks, EMBED]
-    if unknown := [name for name in kinds if name not in found]:
+    names = [*linear_names(module), *stacks, EMBED]
+    if unknown := [name for name in kinds if name not in names]:
         raise InvalidValue(f"quantization.kinds.{unknown[0]}", kinds[unknown[0]], "the name of a layer")
-    for name in found:
+    for name in names:
         if not (mode := scheme.mode_of(name, name in stacks)):
             continue
         parent, attribute = owner(module, name)

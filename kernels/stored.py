@@ -1,10 +1,11 @@
-"""Weights at the precision in which published files store them: integers of 4 to 8 bits in groups of inputs.
+"""Group-quantized weights of published files, with 4 to 8 bits per value, at their original precision.
 
-w = scale * q - minimum, with a scale and maybe a minimum for each output and group. q4: q is 0..15, or -8..7
-without minima, two in a byte, even inputs in the low bits. q6: q is -32..31; q + 32 of four inputs in three
-bytes, two with their low four bits as in q4, one with their high bits. q8: q is -128..127. f8: q is e4m3,
-as bytes. Scales are float32. Those of K-quants are small integers (`codes`) times a unit that several groups
-share.
+w = scale * q - minimum, with a scale and possibly a minimum per output and group of inputs.
+q4: q is 0..15, or -8..7 without minima; two per byte, even inputs in the low bits.
+q6: q is -32..31; q + 32 of four inputs in three bytes: two with the low four bits as in q4, one with the high
+    two bits of each.
+q8: q is -128..127. f8: q is e4m3, stored as bytes.
+Scales are float32, or, in K-quants, int8 `codes` times a super-scale of several groups.
 """
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ from kernels.quantized import (
 STORED = (*INTEGERS, "f8")
 GROUPS = 16, 32, 64, 128
 ROW = -1  # `Kind.unit`: one super-scale per row
-MIN_ACTIVATION_GROUP = 128  # int8 activations, with two-level scales; else the weight's group
+MIN_ACTIVATION_GROUP = 128  # group size of int8 activations for weights with super-scales
 
 
 class Kind(NamedTuple):
     """Storage format of a group-quantized weight.
 
-    mode: one of STORED. group: size. unit: inputs per super-scale, 256 or ROW; 0 for float32 scales without
-    codes. minima: asymmetric. ordered: columns are permuted by the layer's `order` (GPTQ act-order, g_idx).
+    mode: one of STORED. group: inputs per scale. unit: inputs per super-scale, 256 or ROW; 0: float32 scales
+    without codes. minima: asymmetric. ordered: columns are permuted by the layer's `order` (GPTQ's g_idx).
     """
 
     mode: str
@@ -83,22 +84,22 @@ class Kind(NamedTuple):
             return self
         unit = self.unit if self.unit == other.unit else 0
         group = math.gcd(self.group, other.group)
-        # Four bits without minima are -8..7, with minima 0..15.
+        # q4 is -8..7 without minima, 0..15 with them: q6 has both ranges.
         mode = max(self.mode, other.mode, "q4" if self.minima == other.minima else "q6")
         mode = self.mode if "f8" in (self.mode, other.mode) else mode
         return Kind(mode, group, unit, self.minima or other.minima, self.ordered)
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Fit super-scales and codes to weight [..., K], for `round`. Only of an `int4_kind`."""
-        each = torch.cat(fit_groups(weight.float().unflatten(-1, (-1, self.group))), -1).transpose(-1, -2)
-        units = each.abs().amax(-1, keepdim=True) / 127
-        return units.flatten(-2), quantize_scales(each, units).flatten(-2)
+        """Fit super-scales and codes to weight [..., K], for `round`. Only for an `int4_kind`."""
+        scales = torch.cat(fit_groups(weight.float().unflatten(-1, (-1, self.group))), -1).transpose(-1, -2)
+        units = scales.abs().amax(-1, keepdim=True) / 127
+        return units.flatten(-2), quantize_scales(scales, units).flatten(-2)
 
     def round(self, weight: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-        """Quantize weight [..., K] to nearest and pack it. Only of an `int4_kind`."""
-        each = expand_scales(self, scale, codes)[..., None]
-        step = torch.where(each[..., 0, :, :] == 0, 1, each[..., 0, :, :])
-        q = weight.float().unflatten(-1, (-1, self.group)) + each[..., 1, :, :]
+        """Quantize weight [..., K] to nearest and pack it. Only for an `int4_kind`."""
+        scales = expand_scales(self, scale, codes)[..., None]
+        step = torch.where(scales[..., 0, :, :] == 0, 1, scales[..., 0, :, :])
+        q = weight.float().unflatten(-1, (-1, self.group)) + scales[..., 1, :, :]
         return pack_pairs(q.div_(step).round_().clamp_(0, 15).to(torch.uint8).flatten(-2))
 
     def dequantize(self, weight: Tensor, scale: Tensor, codes: Tensor | None = None) -> Tensor:
@@ -111,7 +112,7 @@ ROUNDED = Kind("q8", 32)  # int8 in groups, for types that no kind holds exactly
 
 def pack_pairs(q: Tensor) -> Tensor:
     """Pack q [..., K] in 0..15 to [..., K/2] uint8, even inputs in the low four bits."""
-    pairs = q.contiguous().view(torch.int16)  # little-endian: the odd input is the high byte
+    pairs = q.contiguous().view(torch.int16)  # little-endian: odd inputs are in the high byte
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
@@ -142,7 +143,7 @@ def values(kind: Kind, weight: Tensor) -> Tensor:
 
 
 def pack_values(kind: Kind, q: Tensor) -> Tensor:
-    """Invert `values`. q: int8, if it is not negative uint8, or e4m3."""
+    """Invert `values`. q: int8, uint8 (if not negative) or e4m3."""
     if kind.mode in ("q8", "f8"):
         return q.view(torch.int8)
     if kind.mode == "q6":
@@ -151,18 +152,18 @@ def pack_values(kind: Kind, q: Tensor) -> Tensor:
 
 
 def expand_scales(kind: Kind, scale: Tensor, codes: Tensor | None = None) -> Tensor:
-    """Expand to float32 scales, and minima if the kind has them, per group: [..., 1 or 2, groups]."""
-    each = scale.unflatten(-1, (1 + kind.minima, -1))
+    """Return float32 scales per group, and minima if the kind has them: [..., 1 or 2, groups]."""
+    scales = scale.unflatten(-1, (1 + kind.minima, -1))
     if codes is None:
-        return each
-    return (codes.float().unflatten(-1, (*each.shape[-2:], -1)) * each[..., None]).flatten(-2)
+        return scales
+    return (codes.float().unflatten(-1, (*scales.shape[-2:], -1)) * scales[..., None]).flatten(-2)
 
 
 def numbers(kind: Kind, q: Tensor, scale: Tensor, codes: Tensor | None) -> Tensor:
     """Dequantize unpacked values q [..., K] to float32 [..., K]."""
-    each = expand_scales(kind, scale, codes)
-    weight = q.float().unflatten(-1, (each.shape[-1], -1)).mul_(each[..., 0, :, None])
-    return (weight.sub_(each[..., 1, :, None]) if kind.minima else weight).flatten(-2)
+    scales = expand_scales(kind, scale, codes)
+    weight = q.float().unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., 0, :, None])
+    return (weight.sub_(scales[..., 1, :, None]) if kind.minima else weight).flatten(-2)
 
 
 def int4_kind(group: int) -> Kind:
@@ -173,7 +174,7 @@ def int4_kind(group: int) -> Kind:
 def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Fit the scale and minimum [..., 1] of q in 0..15 to groups of weights [..., group] float32.
 
-    q comes from min-max rounding; the scale and minimum are then the least-squares fit to that q.
+    q is computed by min-max rounding; scale and minimum are the least-squares fit to it.
     importance [..., group]: weights of the squared errors; None: equal.
     """
     low, high = parts.aminmax(dim=-1, keepdim=True)
@@ -184,14 +185,14 @@ def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor,
     values = parts if importance is None else parts * importance
     sum_q, sum_parts = weighted.sum(-1, keepdim=True), values.sum(-1, keepdim=True)
     variance = count * (weighted * q).sum(-1, keepdim=True) - sum_q.square()
-    best = (count * (weighted * parts).sum(-1, keepdim=True) - sum_q * sum_parts) / variance
-    scale = torch.where(variance > 0, best, scale)
+    fitted = (count * (weighted * parts).sum(-1, keepdim=True) - sum_q * sum_parts) / variance
+    scale = torch.where(variance > 0, fitted, scale)
     return scale, torch.where(scale == 0, -low, (scale * sum_q - sum_parts) / count)
 
 
-def quantize_scales(each: Tensor, units: Tensor) -> Tensor:
+def quantize_scales(scales: Tensor, units: Tensor) -> Tensor:
     """Quantize scales and minima [..., 2, groups] to int8 codes of their super-scales `units` [..., 2, 1]."""
-    return (each / torch.where(units == 0, 1, units)).round_().clamp_(-127, 127).to(torch.int8)
+    return (scales / torch.where(units == 0, 1, units)).round_().clamp_(-127, 127).to(torch.int8)
 
 
 def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -216,13 +217,14 @@ def round_groups(weight: Tensor, group: int = ROUNDED.group) -> tuple[Tensor, Te
 
 
 def in_integers(weight: Quantized) -> Quantized:
-    """Return a weight in f8 rounded to `ROUNDED`, for kernels that multiply integers; others as they are."""
+    """Return an f8 weight rounded to `ROUNDED`, as kernels multiply integers; other weights unchanged."""
     if not weight.kind or weight.mode != "f8":
         return weight
     kind = ROUNDED._replace(group=min(ROUNDED.group, weight.group))
     rounded = Quantized((*weight.weight.shape[:-1], weight.inputs), kind)
     tensors = weight.weight, weight.scale, rounded.weight, rounded.scale
-    for stored, scale, q, to in split_rows(*tensors):
-        for out, found in zip((q, to), round_groups(weight.numbers(stored, scale), kind.group)):
-            out.copy_(found)
+    for stored, scale, out_q, out_scale in split_rows(*tensors):
+        q, group_scale = round_groups(weight.numbers(stored, scale), kind.group)
+        out_q.copy_(q)
+        out_scale.copy_(group_scale)
     return rounded

@@ -4,11 +4,10 @@ All ranks run the same step on the same requests. They exchange sums of layers' 
 draft tree, never host values. torch.compile traces and CUDA graphs capture the collectives: NCCL on GPUs,
 gloo on CPUs.
 
-Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
-outputs of these two are parts of a sum, so each layer has two sums over the ranks. A DeltaNet layer is cut
-by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank sends the top-1 token
-of its shard. All else is replicated: norms, routers of experts, the embedding table, and, unless
-`Ranks.heads`, the drafter.
+As in Megatron-LM, `wqkv` and `w_gate_up` are sharded by outputs, `wo` and `w_down` by inputs, with an
+all-reduce after each of the latter two. DeltaNet layers are sharded by heads: `w_in` like `wqkv`, `w_out`
+like `wo`. The lm_head is sharded by tokens: each rank sends the top-1 token of its shard. Norms, routers of
+experts and the embedding table are replicated; the drafter too, unless `Ranks.heads`.
 """
 from __future__ import annotations
 
@@ -35,20 +34,20 @@ from kernels.scheme import Scheme
 from kernels.stored import ROW, Kind
 from model import Block, Linear, ModelArgs, Transformer
 
-REPLY_TIMEOUT = timedelta(minutes=10)  # a rank may be compiling
+REPLY_TIMEOUT = timedelta(minutes=10)  # another rank may be compiling
 LOST_RANK_ERRORS = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
 # Parts of a tensor's name that are not the layer's name.
 NAME_AFFIXES = re.compile(
     r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|(?<=mlp\.)routed\.|\.(weight|bias|scale|codes)$"
 )
-# By layer: the dimension that is cut, and the fields of `Shard` along it.
+# Layer -> sharded dimension, and names of the spans of `Shard` along it.
 SHARDED_DIMENSIONS = {
     "wqkv": (OUTPUTS, ("queries", "keys", "keys", "gate")),  # keys, then values
     "sinks": (INPUTS, ("queries",)),
     "wo": (INPUTS, ("queries",)),
     "mlp.gate_up_bias": (INPUTS, ("inner", "inner")),
-    "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also stacks of experts: each is sharded
+    "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also each expert of a stack
     "mlp.w_down": (INPUTS, ("inner",)),
     "mlp.shared.w_gate_up": (OUTPUTS, ("shared", "shared")),
     "mlp.shared.w_down": (INPUTS, ("shared",)),
@@ -83,14 +82,13 @@ class Ranks:
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather x [...] of all ranks -> [count, ...], in rank order."""
         ops = torch.ops._c10d_functional
-        all_of_them = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
-        return ops.wait_tensor(all_of_them)
+        gathered = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
+        return ops.wait_tensor(gathered)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x [...] over all ranks.
 
-        On a CPU, values are added in rank order: the sum is batch-invariant and has the same bits on each
-        rank.
+        On CPUs, values are added in rank order, so that the sum is batch-invariant and equal on all ranks.
         """
         if x.is_cuda:
             ops = torch.ops._c10d_functional
@@ -106,7 +104,7 @@ class Ranks:
         return torch.cat([part[..., :size] for part, size in zip(parts.unbind(0), sizes)], -1)
 
     def argmax(self, value: Tensor, token: Tensor) -> Tensor:
-        """Return the token [...] with the largest float32 value [...] over all ranks; ties: the lower rank.
+        """Return the token [...] with the largest float32 value [...] over all ranks; ties: the lowest rank.
 
         A token and its value are sent as two float64, which represent both exactly.
         """
@@ -118,18 +116,18 @@ class Ranks:
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.broadcast(x.contiguous(), 0, self.group))
 
-    def check_equal(self, what: str, device: torch.device | str) -> None:
-        """Raise InputError unless all ranks have the same `what`."""
-        digests = self.all_gather(torch.tensor(hash56(what), device=device)).tolist()
-        if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
+    def check_equal(self, settings: str, device: torch.device | str) -> None:
+        """Raise InputError unless all ranks have the same settings."""
+        digests = self.all_gather(torch.tensor(hash56(settings), device=device)).tolist()
+        if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise InputError(
-                f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one"
-                f" command, on equal machines (this one: {what:.300})"
+                f"{self.count} ranks: rank {', '.join(others)} differs from rank 0; start all ranks with the"
+                f" same command on equal machines (this rank: {settings:.300})"
             )
 
-    def digest(self, what: str, device: torch.device | str) -> str:
-        """Return a digest of rank 0's `what`."""
-        return f"{self.broadcast(torch.tensor(hash56(what), device=device)).item():x}"
+    def digest(self, text: str, device: torch.device | str) -> str:
+        """Return a digest of rank 0's text."""
+        return f"{self.broadcast(torch.tensor(hash56(text), device=device)).item():x}"
 
 
 def local_device(device: str) -> str:
@@ -141,10 +139,10 @@ def local_device(device: str) -> str:
 def process_group(
     device: str, heads: bool = False, reply_timeout: timedelta | None = None
 ) -> Iterator[Ranks]:
-    """Join the process group of torchrun's environment within this context. heads: see `Ranks`.
+    """Join torchrun's process group in this context. heads: see `Ranks`.
 
-    reply_timeout: of collectives (default `REPLY_TIMEOUT`). Raises InputError if there is no such
-    environment, if the ranks do not find each other, or, from the context, if a rank is lost.
+    reply_timeout: of collectives (default `REPLY_TIMEOUT`). Raises InputError without torchrun, if the ranks
+    cannot connect, or, in the context, if a rank is lost.
     """
     exit_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
@@ -153,15 +151,15 @@ def process_group(
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=reply_timeout or REPLY_TIMEOUT)
     except (RuntimeError, ValueError) as e:
-        raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
+        raise InputError(f"the ranks cannot connect: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)
     try:
         yield ranks
     except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and not any(words in str(e) for words in LOST_RANK_ERRORS):
+        if not isinstance(e, dist.DistError) and not any(message in str(e) for message in LOST_RANK_ERRORS):
             raise
-        raise InputError(f"rank {ranks.rank} of {ranks.count} has lost another one ({first_line(e)}), so all"
-                         " end; see torchrun's report and the system's log") from e
+        raise InputError(f"rank {ranks.rank} of {ranks.count} has lost another rank ({first_line(e)}); all"
+                         " ranks exit; see torchrun's report and the system log") from e
     dist.destroy_process_group()
 
 
@@ -175,10 +173,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's spans of a target, by what `SHARDED_DIMENSIONS` names.
+    """One rank's spans of a target, by their names in `SHARDED_DIMENSIONS`. kinds: layer -> `Kind`.
 
-    A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
-    hold the same one. Values of DeltaNet layers stay with the keys that they use.
+    Query heads are on the rank of their key/value head. With more ranks than key/value heads, these are
+    replicated. Value heads of DeltaNet layers are on the rank of their key head.
     """
 
     spans: dict[str, Span]
@@ -188,12 +186,12 @@ class Shard:
     def for_rank(
         cls, args: ModelArgs, scheme: Scheme | None, rank: int, ranks: int, tokens: int | None = None
     ) -> Shard:
-        """Split a target over ranks. tokens: of the lm_head, if it is not the vocabulary.
+        """Return the shard of a rank. tokens: rows of the lm_head, if different from the vocabulary size.
 
-        Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
+        Raises InputError if the target cannot be sharded over this number of ranks.
         """
-        def refuse(words: str, advice: str = "choose another --nproc-per-node") -> None:
-            raise InputError(f"{ranks} ranks: {words}; {advice}")
+        def refuse(reason: str, advice: str = "choose another --nproc-per-node") -> None:
+            raise InputError(f"{ranks} ranks: {reason}; {advice}")
 
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         nk, nv, dk, dv, shared = (getattr(args, name, 0) for name in (
@@ -202,20 +200,21 @@ class Shard:
         if not getattr(args, "shardable", True):
             refuse("a target of this family runs in one process only", "leave out torchrun")
         if (args.tie_embeddings and EMBED in kinds) or any(kind.ordered for kind in kinds.values()):
-            refuse("an lm_head tied to embeddings as their source stores them, or inputs in an order of their"
-                   " own (desc_act), cannot be sharded", "convert the source with --dtype bf16")
+            refuse("an lm_head tied to quantized embeddings, or inputs reordered by GPTQ's desc_act, cannot"
+                   " be sharded", "convert the source with --dtype bf16")
         if nkv < ranks and (ranks % nkv or nh % ranks):
             refuse(f"{nkv} key/value heads for {nh} query heads can be sharded over at most {nkv} ranks, or"
                    f" over a multiple of {nkv} that divides {nh}")
-        # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
+        # Inputs of a quantization group stay together; without quantization pairs, which the kernels read.
         mode, unit = (scheme.mode, scheme.group) if scheme else (None, 0)
         unit = W8A8_GROUP if mode == "w8a8" else max([unit, *(max(kind[1:3]) for kind in kinds.values())])
         pair = max(unit, MXFP4_GROUP if scheme and scheme.experts else 0) or 2 - inner % 2
-        each = nv // max(nk, 1)
-        sizes = {  # and what stays together
+        values_per_key = nv // max(nk, 1)
+        sizes = {  # name -> (size, size of the units that are not split)
             "queries": (nh * hd, (nh // nkv if nkv >= ranks else 1) * hd), "keys": (nkv * hd, hd),
             "inner": (inner, pair), "shared": (shared, pair), "tokens": (tokens or args.vocab_size, 1),
-            "delta_keys": (nk * dk, dk), "delta_values": (nv * dv, each * dv), "delta_heads": (nv, each),
+            "delta_keys": (nk * dk, dk), "delta_values": (nv * dv, values_per_key * dv),
+            "delta_heads": (nv, values_per_key),
         }
         spans = {}
         for name, (size, piece) in sizes.items():
@@ -233,45 +232,43 @@ class Shard:
         spans["gate"] = spans["queries"] if getattr(args, "delta_layers", ()) else Span(0, 0, 0)
         return cls(spans, kinds)
 
-    def args(self, whole: ModelArgs) -> ModelArgs:
-        """Return the args of this rank's model. The vocabulary is not sharded, as embeddings are not."""
+    def args(self, full: ModelArgs) -> ModelArgs:
+        """Return the args of this rank's model. Its vocab_size is full, as embeddings are replicated."""
         def count(name: str) -> int:
             return self.spans[name].last - self.spans[name].first
 
         delta_args = {
             "shared_expert_size": count("shared"), "delta_heads": count("delta_heads"),
-            "delta_key_heads": count("delta_keys") // max(whole.delta_key_dim, 1),
-        } if hasattr(whole, "delta_heads") else {}
+            "delta_key_heads": count("delta_keys") // max(full.delta_key_dim, 1),
+        } if hasattr(full, "delta_heads") else {}
         return replace(
-            whole, num_heads=count("queries") // whole.head_dim, num_kv_heads=count("keys") // whole.head_dim,
+            full, num_heads=count("queries") // full.head_dim, num_kv_heads=count("keys") // full.head_dim,
             intermediate_size=count("inner"), **delta_args,
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return the dimension along which a target's tensor is cut, and this rank's ranges of it.
-
-        None: it is replicated.
+        """Return a tensor's sharded dimension, and this rank's ranges along it; None: it is replicated.
         """
         layer = NAME_AFFIXES.sub("", name)
         if layer not in SHARDED_DIMENSIONS:
             return None
-        dimension, along = SHARDED_DIMENSIONS[layer]
+        dimension, span_names = SHARDED_DIMENSIONS[layer]
         if name.endswith(".bias"):
             if dimension == INPUTS:  # rank 0 adds it, see `shard_module`
                 return None
             dimension = -1
-        spans = [self.spans[what] for what in along]
+        spans = [self.spans[span] for span in span_names]
         module, _, leaf = name.rpartition(".")
         if (kind := self.kinds.get(module)) and dimension == INPUTS and leaf in ("scale", "codes"):
             if leaf == "scale" and kind.unit == ROW:
                 return None
             spans *= 1 + kind.minima
-        length, whole = shape[dimension], sum(span.size for span in spans)
-        if length == 1 and dimension == INPUTS:  # scales of rows
+        length, total = shape[dimension], sum(span.size for span in spans)
+        if length == 1 and dimension == INPUTS:  # one scale per row
             return None
         ranges, before = [], 0
-        for size, first, last in spans:  # bytes hold two 4-bit values, groups share a scale
-            ranges.append(((before + first) * length // whole, (before + last) * length // whole))
+        for size, first, last in spans:  # scaled: bytes have two values, groups one scale
+            ranges.append(((before + first) * length // total, (before + last) * length // total))
             before += size
         return dimension % len(shape), ranges
 
@@ -279,7 +276,7 @@ class Shard:
         """Read only this rank's shard of a tensor from an open safetensors file."""
         stored = file.get_slice(name)
         if (cut := self.cut(name, tuple(stored.get_shape()))) is None:
-            return file.get_tensor(name)  # a view of the mapped file, shared by the ranks of a machine
+            return file.get_tensor(name)  # a view of the mapped file, which a machine's ranks share
         dimension, ranges = cut
         before = (slice(None),) * dimension
         return torch.cat([stored[(*before, slice(a, b))] for a, b in ranges if a < b], dimension)
@@ -292,14 +289,14 @@ class AllReduced(nn.Module):
         super().__init__()
         self.layer, self.ranks = layer, ranks
 
-    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """x [..., K] -> [..., H], summed over the ranks, plus `onto` [..., H] if given."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., H], summed over the ranks, plus `residual` [..., H]."""
         y = self.ranks.all_reduce(self.layer(x, None))
-        return y if onto is None else onto + y
+        return y if residual is None else residual + y
 
 
 class ShardedHead(nn.Module):
-    """An lm_head sharded by tokens. layer: this rank's shard. tokens: by rank."""
+    """An lm_head sharded by tokens. layer: this rank's shard. tokens: number of tokens of each rank."""
 
     def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
         super().__init__()
@@ -312,9 +309,9 @@ class ShardedHead(nn.Module):
 
 
 def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
-    """Add the collectives to a target or a head with this rank's weights, in place.
+    """Add collectives to a target or head that has this rank's weights, in place.
 
-    shards: of all ranks. An lm_head that a head shares with its target is left as it is there.
+    shards: of all ranks. An lm_head that a head shares with its target is not changed.
     """
     tokens = [shard.spans["tokens"] for shard in shards]
     for layer in [module for module in model.modules() if isinstance(module, Block)]:
@@ -326,7 +323,7 @@ def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
                 setattr(layer, name, AllReduced(part, ranks))
     if isinstance(model, Transformer):
         model.ranks, model.make_sharded_step = ranks, sharded_step
-        if model.lm_head is None:  # tied: a view of the table
+        if model.lm_head is None:  # tied: use a view of the embedding table
             model.lm_head = Linear(1, 1, bias=False, device="meta")
             rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]
             model.lm_head.weight = nn.Parameter(rows, requires_grad=False)

@@ -21,7 +21,7 @@ from server.protocol import ChatBody, CompletionBody, DetokenizeBody, Generation
 from server.replies import ChatReply, CompletionReply, Reply, TokenFormatter
 from server.responses import ResponsesBody, ResponsesReply
 from server.worker import SHUTTING_DOWN, Job, Worker
-from tokens.calls import BARE, call_format, shown_tags
+from tokens.calls import UNTAGGED, call_format, shown_tags
 from tokens.channels import has_channels, shown_channels
 from tokens.tokenizer import PromptTooLong, Tokenizer
 
@@ -29,52 +29,52 @@ PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in (
     "page.js", "markdown.js", "tree.js", "page.css", "markdown-it.js", "highlight.js", "LICENSES.txt")}
 LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # many clients split lines there
-PING_SECONDS = 1.0  # without events; then a stream sends a comment, to detect a disconnected client
-OPEN_PATHS = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # without a key, as in vLLM
+PING_SECONDS = 1.0  # a stream without events sends a comment after this time, to detect disconnected clients
+OPEN_PATHS = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # need no API key, as in vLLM
 
 
 class Server:
     """Turns request bodies into jobs, and their events into responses.
 
-    models: accepted model names, the first is returned. seconds: time limit of a request. measures: add
-    `Reply.metrics` to every reply. max_tokens: default of requests without a limit.
+    models: accepted model names; responses have the first. time_limit: seconds per request. with_metrics: add
+    `Reply.metrics` to every reply. max_tokens: default of requests that do not set it.
     """
 
     def __init__(
-        self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], seconds: float = 600.0,
-        measures: bool = False, max_tokens: int = 1 << 20,
+        self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], time_limit: float = 600.0,
+        with_metrics: bool = False, max_tokens: int = 1 << 20,
     ):
         self.max_tokens = max_tokens
         self.worker, self.tokenizer, self.models = worker, tokenizer, models
-        self.seconds, self.measures = seconds, measures
+        self.time_limit, self.with_metrics = time_limit, with_metrics
         self.tokens, self.max_seq_len = TokenFormatter(tokenizer), worker.engine.max_seq_len
 
     def model(self, name: str | None) -> str:
         """Return the model name of a request. Raises Refusal if it is unknown."""
         if name is not None and name not in self.models:
-            words = f"model {printable(name)!r} not found; available: {', '.join(self.models)}"
-            raise Refusal(404, words, "model_not_found", "model")
+            message = f"model {printable(name)!r} not found; available: {', '.join(self.models)}"
+            raise Refusal(404, message, "model_not_found", "model")
         return name or self.models[0]
 
     def response(self, body: ResponsesBody) -> ResponsesReply:
-        """As `chat`, for the Responses API."""
-        return self.chat(body.chat(), partial(ResponsesReply, asked=body))
+        """Prepare the reply to a request of the Responses API. Raises as `chat`."""
+        return self.chat(body.chat(), partial(ResponsesReply, request_body=body))
 
     def chat(self, body: ChatBody, reply: Callable = ChatReply) -> ChatReply:
         """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
         model, tokenizer = self.model(body.model), self.tokenizer
         channels = not body.is_forced and has_channels(tokenizer.template)
-        form, shown = None, shown_channels(tokenizer.control) if channels else []
+        call_tags, shown = None, shown_channels(tokenizer.control) if channels else []
         if body.tools and not channels:
-            form = BARE if body.is_forced else call_format(tokenizer.tool_template)
-            shown = shown_tags(tokenizer.control) if form else []
+            call_tags = UNTAGGED if body.is_forced else call_format(tokenizer.tool_template)
+            shown = shown_tags(tokenizer.control) if call_tags else []
         options = {"shown": shown, "continues": body.continues}
         jobs = self._jobs(body, [body.dicts], options, variables=body.variables)
-        return reply(model, self.tokens, body, jobs, form=form, channels=channels)
+        return reply(model, self.tokens, body, jobs, call_tags=call_tags, channels=channels)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
-        model, score_prompt = self.model(body.model), body.echo and body.scored is not None
+        model, score_prompt = self.model(body.model), body.echo and body.logprob_count is not None
         encoding = {"raw": True, "parse_special": body.parse_special}
         jobs = self._jobs(body, body.prompts, {"score_prompt": score_prompt, "continues": True}, **encoding)
         return CompletionReply(model, self.tokens, body, jobs)
@@ -82,25 +82,25 @@ class Server:
     def _jobs(self, body: GenerationBody, prompts: list, options: dict, **encoding) -> list[Job]:
         """Make a job for each choice of each prompt. Raises InputError or ValueError.
 
-        options: of `Engine.admit`. encoding: of `encode`.
+        options: arguments of `Engine.admit`. encoding: arguments of `encode`.
         """
-        count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
-        if count > most:  # before prompts are read
-            raise InputError(f"{count} outputs at once, at most {most} run or wait here")
+        count, capacity, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
+        if count > capacity:  # check before encoding the prompts
+            raise InputError(f"{count} outputs in one request; at most {capacity} can run or wait")
         samplings, jobs = body.samplings(min(self.max_tokens, self.max_seq_len)), []
-        same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
+        options = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:
             ids = encode(self.tokenizer, prompt, max_lengths=engine.max_lengths, **encoding)
             engine.check(ids, samplings[0])
-            for sampling in samplings:  # each with a guide of its own, made here: it takes time
+            for sampling in samplings:  # compile each guide in this thread, as that takes time
                 guide = engine.guide(sampling) if sampling.is_guided else None
-                jobs.append(Job(ids, sampling, self.seconds, {"guide": guide, **same}))
+                jobs.append(Job(ids, sampling, self.time_limit, {"guide": guide, **options}))
         return jobs
 
     async def respond(self, http: HttpRequest, body: GenerationBody, prepare: Callable) -> Response:
         """Send the reply that `prepare` makes from a body, complete or as a stream. Raises Refusal."""
         http.state.reply = reply = await in_thread(partial(prepare, body))
-        if self.measures or reply.body.return_speculation:
+        if self.with_metrics or reply.body.return_speculation:
             reply.max_commit = self.worker.engine.runner.max_commit
         events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
@@ -118,35 +118,35 @@ class Server:
     def _events(self, http: HttpRequest, jobs: list[Job]) -> AsyncIterator:
         """Submit jobs. Returns their events until all have ended or the client disconnects. Raises Refusal.
 
-        Yields pairs (index of the job, Event or Refusal), and (0, None) after `PING_SECONDS` without one.
+        Yields (index of the job, Event or Refusal), and (0, None) after each `PING_SECONDS` without an event.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def on_event(i: int, event: Event | Refusal) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (i, event))
 
-        async def arriving():
-            running = len(jobs)
-            while running and not await http.is_disconnected():
+        async def stream_events():
+            unfinished = len(jobs)
+            while unfinished and not await http.is_disconnected():
                 try:
                     i, event = await asyncio.wait_for(queue.get(), PING_SECONDS)
                 except asyncio.TimeoutError:
                     yield 0, None
                     continue
-                running -= isinstance(event, Refusal) or event.finish is not None
+                unfinished -= isinstance(event, Refusal) or event.finish is not None
                 yield i, event
 
         for i, job in enumerate(jobs):
             job.on_event = partial(on_event, i)
         self.worker.submit(*jobs)
-        return arriving()
+        return stream_events()
 
 
 async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> AsyncIterator[str]:
     """Yield a reply as server-sent events."""
-    def sent(data: dict) -> str:
-        name = f"event: {data['type']}\n" if "type" in data else ""  # of the Responses API
+    def to_sse(data: dict) -> str:
+        name = f"event: {data['type']}\n" if "type" in data else ""  # only in the Responses API
         return f"{name}data: {json.dumps(data, ensure_ascii=False, allow_nan=False).translate(LINE_ENDS)}\n\n"
 
     async for i, event in events:
@@ -154,18 +154,18 @@ async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> Asyn
             yield ": keep-alive\n\n"
             continue
         if isinstance(event, Refusal):
-            yield sent(reply.failed(event))
+            yield to_sse(reply.failed(event))
             break
         for chunk in reply.chunks(i, event):
-            yield sent(chunk | ({"usage": None} if with_usage else {}))
+            yield to_sse(chunk | ({"usage": None} if with_usage else {}))
     else:
         if with_usage:
-            yield sent(reply.last_chunk())
+            yield to_sse(reply.last_chunk())
     yield reply.end
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. close: called at the end, even without any event."""
+    """Server-sent events. close: called at the end, also if there were no events."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -221,7 +221,7 @@ def make_app(
     async def completions(body: CompletionBody, http: HttpRequest):
         return await server.respond(http, body, server.completion)
 
-    def described(name: str) -> dict:
+    def model_info(name: str) -> dict:
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
             "max_model_len": server.max_seq_len, "speculation": worker.engine.runner.max_commit > 1,
@@ -231,11 +231,11 @@ def make_app(
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
     async def models():
-        return {"object": "list", "data": [described(name) for name in server.models]}
+        return {"object": "list", "data": [model_info(name) for name in server.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str):
-        return described(server.model(name))
+        return model_info(server.model(name))
 
     @app.get("/health")
     async def health():
@@ -263,20 +263,20 @@ def add_tokenizer(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody):
-        def work() -> list[int]:
+        def encode_body() -> list[int]:
             if body.messages is None:
                 bos, parse_special = body.add_special_tokens, body.parse_special
                 return tokenizer.encode(body.prompt, bos, parse_special=parse_special)
             return tokenizer.chat(body.dicts, **body.variables)
 
-        ids = await in_thread(work)
+        ids = await in_thread(encode_body)
         return {"tokens": ids, "count": len(ids), "max_model_len": server.max_seq_len}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody):
         count = max(tokenizer.vocab_size, server.worker.engine.target.args.vocab_size)
-        if (most := max(body.tokens, default=0)) >= count:
-            raise Refusal(400, f"tokens: {most} is not a token id: 0 to {count - 1}")
+        if (highest := max(body.tokens, default=0)) >= count:
+            raise Refusal(400, f"tokens: {highest} is not a token id; ids are 0 to {count - 1}")
         return {"prompt": b"".join(map(tokenizer.piece_or_name, body.tokens)).decode("utf-8", "replace")}
 
     @app.get("/tokenizer_info")

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from common.errors import printable
 from server.protocol import Refusal, refusal_of_body
 
-BODY_TIMEOUT = 60.0  # seconds for a complete body
-MAX_BUFFERED_BYTES = 256 << 20  # of all incomplete bodies; a single one is limited by `max_body_bytes` only
+BODY_TIMEOUT = 60.0  # seconds to receive a complete body
+MAX_BUFFERED_BYTES = 256 << 20  # of all incomplete bodies together
 
 
 class Gate:
@@ -25,25 +25,25 @@ class Gate:
 
     def __init__(self, app, key: str | None, max_body_bytes: int, open_paths: tuple[str, ...], log=None):
         self.app, self.key, self.open_paths, self.log = app, key, open_paths, log
-        self.max_body_bytes, self.buffered = max_body_bytes, 0  # buffered: bytes of incomplete bodies
+        self.max_body_bytes, self.buffered = max_body_bytes, 0  # buffered: current bytes of incomplete bodies
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = {**scope}  # uvicorn keeps its own
-        status, why = 499, ""  # nginx's code: the client has disconnected
+        scope = {**scope}  # uvicorn keeps the original
+        status, error_message = 499, ""  # 499, as in nginx: the client has disconnected
 
-        async def sent(message) -> None:
-            nonlocal status, why
+        async def send_and_record(message) -> None:
+            nonlocal status, error_message
             status = message.get("status", status)
             if status >= 400 and message.get("body"):
                 with contextlib.suppress(ValueError):  # errors of file ranges are plain text
-                    why = json.loads(message["body"])["error"]["message"]
+                    error_message = json.loads(message["body"])["error"]["message"]
             await send(message)
 
         try:
-            await self._pass(scope, receive, sent)
+            await self._handle(scope, receive, send_and_record)
         except Exception:
             status = 500
             raise
@@ -51,10 +51,10 @@ class Gate:
             # Pages and health probes are not logged.
             if self.log and (scope["method"] == "POST" or status >= 400):
                 reply = scope.get("state", {}).get("reply")
-                words = printable(why, 300) or (reply.summary() if reply else "")
-                self.log(f"{scope['method']} {printable(scope['path'])} {status} {words}".rstrip())
+                detail = printable(error_message, 300) or (reply.summary() if reply else "")
+                self.log(f"{scope['method']} {printable(scope['path'])} {status} {detail}".rstrip())
 
-    async def _pass(self, scope, receive, send) -> None:
+    async def _handle(self, scope, receive, send) -> None:
         try:
             headers = dict(scope["headers"])
             self._normalize(scope, headers)
@@ -64,13 +64,15 @@ class Gate:
             self._check_size(int(length) if length.isdigit() else 0)
             body = await asyncio.wait_for(self._body(receive), BODY_TIMEOUT)
         except (Refusal, asyncio.TimeoutError) as e:
-            slow = Refusal(408, f"the request was not complete after {BODY_TIMEOUT:.0f} s", "request_timeout")
-            await (e if isinstance(e, Refusal) else slow).response()(scope, receive, send)
+            if not isinstance(e, Refusal):
+                message = f"the request was not complete after {BODY_TIMEOUT:.0f} s"
+                e = Refusal(408, message, "request_timeout")
+            await e.response()(scope, receive, send)
             return
-        whole = [{"type": "http.request", "body": body, "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay():
-            return whole.pop() if whole else await receive()
+            return messages.pop() if messages else await receive()
 
         if body is not None:  # None: the client has disconnected
             await self.app(scope, replay, send)
@@ -81,7 +83,7 @@ class Gate:
         scope["path"] = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
         if scope["method"] == "HEAD":  # uvicorn omits the body
             scope["method"] = "GET"
-        # Browsers send Origin, so a page cannot bypass CORS; other clients may omit the JSON content type.
+        # Clients may omit the JSON content type, but not browsers (with Origin): it makes them ask for CORS.
         if b"origin" not in headers and scope["method"] == "POST":
             others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*others, (b"content-type", b"application/json")]
@@ -89,14 +91,14 @@ class Gate:
             raise Refusal(415, f"Content-Encoding {printable(coding)}: is not supported; send plain JSON")
 
     def _check_key(self, authorization: bytes) -> None:
-        scheme, _, given = authorization.partition(b" ")
-        if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self.key.encode()):
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.key.encode()):
             raise Refusal(401, "the API key is missing or wrong", "invalid_api_key")
 
     def _check_size(self, size: int) -> None:
         if size > self.max_body_bytes:
-            words = f"the request is longer than {self.max_body_bytes:,} bytes"
-            raise Refusal(413, words, "request_too_large")
+            message = f"the request is longer than {self.max_body_bytes:,} bytes"
+            raise Refusal(413, message, "request_too_large")
 
     async def _body(self, receive) -> bytes | None:
         """Return the body of a request; None if the client disconnects. Raises Refusal."""
@@ -118,7 +120,7 @@ class Gate:
 
 
 EMBEDDINGS = "embeddings: not supported; this server has a text generation model"
-REASONS = {
+UNSUPPORTED_ROUTES = {
     "/embeddings": EMBEDDINGS, "/rerank": EMBEDDINGS, "/score": EMBEDDINGS, "/pooling": EMBEDDINGS,
     **dict.fromkeys(("/audio/transcriptions", "/audio/speech", "/images/generations"),
                     "this server reads and writes text only"),
@@ -130,20 +132,20 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
-        words, cause = str(e.detail), e.__cause__
+        message, cause = str(e.detail), e.__cause__
         if e.status_code == 404:
-            words = REASONS.get(http.url.path.removeprefix("/v1"), "no such route; see /docs")
+            message = UNSUPPORTED_ROUTES.get(http.url.path.removeprefix("/v1"), "no such route; see /docs")
         elif isinstance(cause, UnicodeDecodeError):
-            words = f"the body is not UTF-8 (byte {cause.start})"
+            message = f"the body is not UTF-8 (byte {cause.start})"
         elif isinstance(cause, RecursionError):
-            words = "the body is nested too deeply"
-        response = Refusal(e.status_code, words).response()
-        response.headers.update(e.headers or {})  # the allowed methods
+            message = "the body is nested too deeply"
+        response = Refusal(e.status_code, message).response()
+        response.headers.update(e.headers or {})  # such as Allow
         return response
 
     app.add_exception_handler(Refusal, lambda http, e: e.response())
-    bug = Refusal(500, "internal error; see the server's log")
-    app.add_exception_handler(Exception, lambda http, e: bug.response())
+    internal_error = Refusal(500, "internal error; see the server's log")
+    app.add_exception_handler(Exception, lambda http, e: internal_error.response())
     app.add_exception_handler(
         RequestValidationError, lambda http, e: refusal_of_body(e.errors(), http.headers).response()
     )

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from engine.request import Event, Request
 
-SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 
 class Metrics:
@@ -17,12 +17,12 @@ class Metrics:
     def __init__(self, model: str, slots: int, max_commit: int):
         self.registry = CollectorRegistry()
 
-        def add(metric_class, name: str, what: str, labels: tuple[str, ...] = (), **options):
-            metric = metric_class(name, what, ("model_name", *labels), registry=self.registry, **options)
+        def add(metric_class, name: str, help: str, labels: tuple[str, ...] = (), **options):
+            metric = metric_class(name, help, ("model_name", *labels), registry=self.registry, **options)
             return metric if labels else metric.labels(model)
 
-        def seconds(name: str, what: str, buckets=SECONDS):
-            return add(Histogram, f"vllm:{name}_seconds", what, buckets=buckets)
+        def seconds(name: str, help: str, buckets=LATENCY_BUCKETS):
+            return add(Histogram, f"vllm:{name}_seconds", help, buckets=buckets)
 
         self._model = model
         self._running = add(Gauge, "vllm:num_requests_running", "Running requests.")
@@ -34,9 +34,9 @@ class Metrics:
         self._generated = add(Counter, "vllm:generation_tokens", "Output tokens.")
         self._first = seconds("time_to_first_token", "Time to first token.")
         self._per_token = seconds(
-            "time_per_output_token", "Inter-token latency: step time / tokens of the step.", PER_TOKEN
+            "time_per_output_token", "Inter-token latency: step time / tokens of the step.", TOKEN_BUCKETS
         )
-        self._whole = seconds("e2e_request_latency", "End-to-end latency.")
+        self._end_to_end = seconds("e2e_request_latency", "End-to-end latency.")
         self._ended = add(
             Counter, "vllm:request_success", "Finished requests by reason.", ("finished_reason",)
         )
@@ -85,7 +85,7 @@ class Metrics:
     def ended(self, job) -> None:
         """Count a finished job."""
         self._ended.labels(self._model, job.finish).inc()
-        self._whole.observe(time.perf_counter() - job.arrived)
+        self._end_to_end.observe(time.perf_counter() - job.arrived)
 
     def text(self) -> bytes:
         """Return all metrics in the Prometheus text format."""

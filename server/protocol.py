@@ -19,23 +19,23 @@ from tokens.limits import Limits
 
 RETRY_AFTER = "2"  # seconds
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-RESERVED = {"messages", "tools", "self"}  # template variables that have fields of their own
+RESERVED = {"messages", "tools", "self"}  # template variables that the body sets
 EFFORT = "reasoning_effort"
-VARIABLES = {EFFORT, "add_generation_prompt", "continue_final_message"}  # of the template, with fields here
-# Fields that `Sampling` has under the same name.
-SAMPLED = {
+VARIABLES = {EFFORT, "add_generation_prompt", "continue_final_message"}  # fields that are template variables
+# Fields with the same name in `Sampling`.
+SAMPLING_FIELDS = {
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
 }
 
-# Fields of other servers that change an answer and are unknown here -> the value that does nothing; and what
-# to use instead.
-UNKNOWN, INSTEAD = json.loads(Path(__file__).with_name("unsupported_fields.json").read_text()).values()
+# Unsupported fields of other servers -> the value that has no effect; field -> our field to use instead.
+FIELDS_FILE = Path(__file__).with_name("unsupported_fields.json")
+UNSUPPORTED, REPLACEMENTS = json.loads(FIELDS_FILE.read_text()).values()
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Choices = Annotated[list[str], Field(max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 ParseSpecial = Annotated[bool, Field(description="false: control tokens spelled out in a prompt are text")]
 
 
@@ -48,8 +48,9 @@ class Refusal(Exception):
 
     def body(self) -> dict:
         """Return the JSON of the response."""
-        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": ERROR_TYPES.get(self.status, default),
+                          "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return the response."""
@@ -58,8 +59,8 @@ class Refusal(Exception):
 
 
 def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
-    """Return the refusal of a body, from pydantic's errors in it."""
-    # In a union, the error of the member that has the right type is the one to report.
+    """Return the response to a body with these errors of pydantic."""
+    # In a union, report the error of the member whose type matches.
     first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", first["msg"])
@@ -68,14 +69,14 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     if not path and "json" not in headers.get("content-type", ""):
         return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
     error = invalid_value(first, path, "the body")
-    words, where = str(error), printable(error.key) if path else None
-    if first["type"] == "value_error":  # ours; that of a whole body names its field
-        words = (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
-    return Refusal(400, printable(words, 1500), "invalid_value", where)
+    message, where = str(error), printable(error.key) if path else None
+    if first["type"] == "value_error":  # our own ValueError; those of whole bodies name the field
+        message = (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
+    return Refusal(400, printable(message, 1500), "invalid_value", where)
 
 
 class Body(BaseModel):
-    """A JSON object. Unknown fields are ignored; null means not given."""
+    """A JSON object. Unknown fields are ignored; null is the same as an absent field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,20 +85,20 @@ class Body(BaseModel):
 
 
 class Strict(Body):
-    """A body in which known fields of other servers, those of `UNKNOWN`, are refused instead of ignored."""
+    """A body that rejects the fields of `UNSUPPORTED`, as ignoring them would change the output."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:
-        for name in UNKNOWN.keys() & data.keys() if isinstance(data, dict) else ():
-            if data[name] not in (None, UNKNOWN[name]) and (data[name] or UNKNOWN[name]):
-                more = f"; use {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
-                raise ValueError(f"{name}: not supported{more}")
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        for name in UNSUPPORTED.keys() & data.keys() if isinstance(data, dict) else ():
+            if data[name] not in (None, UNSUPPORTED[name]) and (data[name] or UNSUPPORTED[name]):
+                advice = f"; use {REPLACEMENTS[name]}" if name in REPLACEMENTS else "; leave it out"
+                raise ValueError(f"{name}: not supported{advice}")
         return data
 
 
 class FunctionCall(Body):
-    """A function's name, and its arguments: an object, or its JSON; an empty list is none."""
+    """A function's name, and its arguments: an object, its JSON, or [] for no arguments."""
 
     name: str
     arguments: dict[str, Any] | str | Annotated[list, Field(max_length=0)] = {}
@@ -159,7 +160,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body, extra="forbid"):
-    """vLLM's field for the form of the output."""
+    """vLLM's field for structured outputs."""
 
     json_: Annotated[dict[str, Any] | str, Field(alias="json")] = {}
     json_object: bool = False
@@ -175,7 +176,7 @@ class GenerationBody(Strict):
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="-1 and 0 are off")] = 0
-    min_p: Share = 0.0
+    min_p: Probability = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
@@ -203,37 +204,38 @@ class GenerationBody(Strict):
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
 
     @property
-    def forms(self) -> list[tuple[str, str]]:
-        """The constraints of the output, (type, text). At most one is allowed."""
-        inner = self.structured_outputs
-        schemas = self.json_schema, self.guided_json, inner.json_, ANY_OBJECT if inner.json_object else ""
-        found = [("json", x if isinstance(x, str) else json.dumps(x)) for x in schemas if x]
-        found += [("json", text)] if (text := self.response_format.text) is not None else []
-        regexes, choices = (self.guided_regex, self.regex, inner.regex), (self.guided_choice, inner.choice)
+    def constraints(self) -> list[tuple[str, str]]:
+        """The constraints of the output: ("json" or "grammar", text). At most one is allowed."""
+        other = self.structured_outputs
+        schemas = self.json_schema, self.guided_json, other.json_, other.json_object and ANY_OBJECT
+        constraints = [("json", x if isinstance(x, str) else json.dumps(x)) for x in schemas if x]
+        constraints += [("json", text)] if (text := self.response_format.text) is not None else []
+        choices, regexes = (self.guided_choice, other.choice), (self.guided_regex, self.regex, other.regex)
         grammars = [grammar_of_regex(x) for x in regexes if x] + [grammar_of_choices(x) for x in choices if x]
-        grammars += filter(None, (self.guided_grammar, self.grammar, self.ebnf, inner.grammar))
-        return found + [("grammar", text) for text in grammars]
+        grammars += filter(None, (self.guided_grammar, self.grammar, self.ebnf, other.grammar))
+        return constraints + [("grammar", text) for text in grammars]
 
-    def samplings(self, room: int) -> list[Sampling]:
-        """Return the sampling options of `n` choices, with seeds from `seed` or a random one on.
+    def samplings(self, default_max_tokens: int) -> list[Sampling]:
+        """Return the sampling options of `n` choices, with consecutive seeds from `seed` on.
 
-        room: the default of max_tokens. Raises ValueError.
+        Raises ValueError.
         """
-        forms = dict.fromkeys(self.forms)
-        if len(forms) > 1:
-            raise ValueError("several fields limit the form of the output (a schema, choice, regex, grammar):"
-                             " give one of them")
-        (kind, text), = forms or {("", None): None}
+        constraints = dict.fromkeys(self.constraints)
+        if len(constraints) > 1:
+            raise ValueError("several fields constrain the output (a schema, choice, regex, grammar);"
+                             " set only one of them")
+        (constraint, text), = constraints or {("", None): None}
         limits = Limits(
-            text if kind == "grammar" else None, tuple(self.stop_token_ids), tuple(self.bad_words),
+            text if constraint == "grammar" else None, tuple(self.stop_token_ids), tuple(self.bad_words),
             self.min_tokens, self.ignore_eos)
-        first = random.getrandbits(48) if self.seed is None else self.seed
-        same = self.model_dump(include=SAMPLED) | {
-            "max_new_tokens": self.token_limit or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
-            "logprobs": self.scored, "json_schema": text if kind == "json" else None,
+        seed = random.getrandbits(48) if self.seed is None else self.seed
+        options = self.model_dump(include=SAMPLING_FIELDS) | {
+            "max_new_tokens": self.token_limit or default_max_tokens, "top_k": max(0, self.top_k),
+            "stop": self.stop or (), "logprobs": self.logprob_count,
+            "json_schema": text if constraint == "json" else None,
             "limits": None if limits == Limits() else limits,
         }
-        return [Sampling(seed=first + i, **same) for i in range(self.n)]
+        return [Sampling(seed=seed + i, **options) for i in range(self.n)]
 
 
 class Conversation(Body):
@@ -255,8 +257,8 @@ class Conversation(Body):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check(cls, variables: dict) -> dict:
-        if taken := RESERVED & variables.keys():
-            raise ValueError(f"{', '.join(sorted(taken))} cannot be set there")
+        if reserved := RESERVED & variables.keys():
+            raise ValueError(f"{', '.join(sorted(reserved))} cannot be set in chat_template_kwargs")
         return variables
 
     @property
@@ -266,13 +268,13 @@ class Conversation(Body):
 
     @property
     def variables(self) -> dict:
-        """The variables of the chat template, with the tools if there are some."""
+        """The variables of the chat template, including tools if there are any."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        own = self.model_dump(include=VARIABLES, exclude_none=True)
-        for key in own.keys() & self.chat_template_kwargs.keys() - {EFFORT}:
-            if self.chat_template_kwargs[key] != own[key]:
+        fields = self.model_dump(include=VARIABLES, exclude_none=True)
+        for key in fields.keys() & self.chat_template_kwargs.keys() - {EFFORT}:
+            if self.chat_template_kwargs[key] != fields[key]:
                 raise ValueError(f"{key}: the body and chat_template_kwargs contradict each other")
-        return own | self.chat_template_kwargs | ({"tools": tools} if tools else {})
+        return fields | self.chat_template_kwargs | ({"tools": tools} if tools else {})
 
     @property
     def continues(self) -> bool:
@@ -293,12 +295,12 @@ class ChatBody(GenerationBody, Conversation):
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum tokens of the output; None: as many as fit."""
+        """Maximum tokens of the output; None: the server's default."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def scored(self) -> int | None:
-        """Number of most probable tokens per token; None: no log-probabilities."""
+    def logprob_count(self) -> int | None:
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else self.top_logprobs
 
     @model_validator(mode="after")
@@ -307,26 +309,26 @@ class ChatBody(GenerationBody, Conversation):
         if self.tool_choice == "none":
             self.tools = []
         elif self.tool_choice != "auto" and not self.callable:
-            what = "names no function of tools" if self.tools else "needs tools"
-            raise ValueError(f"tool_choice: {what}")
+            problem = "the function is not in tools" if self.tools else "needs tools"
+            raise ValueError(f"tool_choice: {problem}")
         return self
 
     @property
     def callable(self) -> dict[str, dict]:
-        """The functions that may be called, with the JSON schemas of their parameters."""
+        """The functions that may be called: name -> JSON schema of the parameters."""
         name = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
-        named = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-        return named if name is None else {name: named[name]} if name in named else {}
+        parameters = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        return parameters if name is None else {name: parameters[name]} if name in parameters else {}
 
     @property
     def is_forced(self) -> bool:
-        """True if the output has to be a call."""
+        """True if the output must be a tool call."""
         return self.tool_choice not in ("auto", "none")
 
     @property
-    def forms(self) -> list[tuple[str, str]]:
-        """As `GenerationBody.forms`."""
-        return [("json", schema_of_calls(self.callable))] if self.is_forced else super().forms
+    def constraints(self) -> list[tuple[str, str]]:
+        """See `GenerationBody.constraints`."""
+        return [("json", schema_of_calls(self.callable))] if self.is_forced else super().constraints
 
 
 class CompletionBody(GenerationBody):
@@ -340,19 +342,19 @@ class CompletionBody(GenerationBody):
 
     @property
     def token_limit(self) -> int:
-        """Most tokens of the output."""
+        """Maximum tokens of the output."""
         return max(1, self.max_tokens)
 
     @property
-    def scored(self) -> int | None:
-        """As `ChatBody.scored`."""
+    def logprob_count(self) -> int | None:
+        """See `ChatBody.logprob_count`."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, also if there is only one."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        """The prompts as a list."""
+        is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_single else self.prompt
 
 
 class TokenizeBody(Conversation):
@@ -366,7 +368,7 @@ class TokenizeBody(Conversation):
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages")
+            raise ValueError("set either prompt or messages")
         return self
 
 

@@ -1,7 +1,7 @@
-"""Serving on several ranks: rank 0 handles requests, the others repeat the calls to its engine.
+"""Serving on several ranks: rank 0 handles requests, the others repeat its engine's calls.
 
-Three methods change an engine: admit, step, remove. Rank 0 broadcasts each call before it makes it. No
-decision depends on time, so results are equal on all ranks.
+Three methods change an engine: admit, step, remove. Rank 0 broadcasts each call before it makes it. No call
+depends on time, so results are equal on all ranks.
 """
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ IDLE_TIMEOUT = timedelta(days=365)  # between two calls
 
 
 class Channel:
-    """Messages from rank 0 to the others. All ranks create it at the same time."""
+    """Messages from rank 0 to the others. All ranks must create it together."""
 
     def __init__(self):
         self.group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
     def send(self, *message) -> None:
-        """Send a message from rank 0; an empty one is the last."""
+        """Broadcast a message from rank 0; an empty message ends the other ranks."""
         dist.broadcast_object_list([message], src=0, group=self.group)
 
     def receive(self) -> tuple:
@@ -35,9 +35,9 @@ class Channel:
 
 
 class Leader:
-    """The engine of rank 0, which the others follow. Its methods raise RuntimeError if a rank has died.
+    """The engine of rank 0; it broadcasts its calls. Its methods raise RuntimeError if a rank has died.
 
-    Requests have passed `Engine.check`, as an error would end the other ranks.
+    Requests must have passed `Engine.check`, as an error would end the other ranks.
     """
 
     def __init__(self, engine: Engine, channel: Channel):
@@ -69,15 +69,15 @@ def follow(engine: Engine, channel: Channel) -> None:
 
     Signals are ignored: rank 0 handles them and then ends this rank.
     """
-    for which in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     while message := channel.receive():
         name, *arguments = message
         if name == "admit":
             prompt, sampling, options = arguments
             engine.admit(prompt, sampling, **options)
         elif name == "remove":
-            # Engines with the same calls use the same slots.
+            # The same calls have put the request into the same slot.
             engine.remove(engine.slots.requests[arguments[0]])
         else:
             engine.step()

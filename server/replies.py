@@ -30,8 +30,8 @@ class TokenFormatter:
     def chat_logprobs(self, ids: list[int], scores: list[Score]) -> dict:
         """Return log-probabilities in the format of chat completions."""
         def entry(token: int, logprob: float) -> dict:
-            spelled = self.tokenizer.piece_or_name(token)
-            return {"token": self.text(token), "logprob": logprob, "bytes": list(spelled)}
+            piece = self.tokenizer.piece_or_name(token)
+            return {"token": self.text(token), "logprob": logprob, "bytes": list(piece)}
 
         def top(token: int, score: Score) -> list[tuple[int, float]]:
             """Return the top tokens. OpenAI includes the sampled token: it replaces the last if missing."""
@@ -39,22 +39,22 @@ class TokenFormatter:
             return score.top if included else [*score.top[:-1], (token, score.logprob)]
 
         return {"content": [
-            entry(token, score.logprob) | {"top_logprobs": [entry(*one) for one in top(token, score)]}
+            entry(token, score.logprob) | {"top_logprobs": [entry(*pair) for pair in top(token, score)]}
             for token, score in zip(ids, scores)
         ]}
 
     def logprobs(self, ids: list[int], scores: list[Score | None], offsets: list[int]) -> dict:
         """Return log-probabilities in the format of completions. offsets: start of each token in the text."""
-        def by_text(token: int, score: Score) -> dict[str, float]:
-            found = {self.text(token): score.logprob}
+        def top(token: int, score: Score) -> dict[str, float]:
+            by_text = {self.text(token): score.logprob}
             for token, logprob in score.top:
-                found.setdefault(self.text(token), logprob)  # tokens with equal text: keep the most probable
-            return found
+                by_text.setdefault(self.text(token), logprob)  # equal texts: keep the most probable
+            return by_text
 
         return {
             "tokens": [self.text(token) for token in ids],
             "token_logprobs": [score and score.logprob for score in scores],
-            "top_logprobs": [score and by_text(token, score) for token, score in zip(ids, scores)],
+            "top_logprobs": [score and top(token, score) for token, score in zip(ids, scores)],
             "text_offset": offsets,
         }
 
@@ -62,19 +62,19 @@ class TokenFormatter:
 class Offsets:
     """Compute the character offset of each token in the text. start: offset of the first token.
 
-    A token that completes no character has the same offset as the next token.
+    A token that does not complete a character has the offset of the next token.
     """
 
     def __init__(self, stream: TextStream, start: int = 0):
-        self._stream, self._at = stream, start
+        self._stream, self._offset = stream, start
 
     def push(self, ids: list[int]) -> list[int]:
         """Return the offsets of the next tokens."""
-        found = []
+        offsets = []
         for token in ids:
-            found.append(self._at)
-            self._at += len(self._stream.push([token]))
-        return found
+            offsets.append(self._offset)
+            self._offset += len(self._stream.push([token]))
+        return offsets
 
 
 class Reply:
@@ -103,13 +103,13 @@ class Reply:
         first, self._started[i] = not self._started[i], True
         finish = self.jobs[i].finish if event.finish else None
         parts = self.parts(i, event, finish, first)
-        found = [self._object(self.chunk_object, [{"index": i} | part]) for part in parts]
+        chunks = [self._object(self.chunk_object, [{"index": i} | part]) for part in parts]
         if finish and not self.body.stream_options.include_usage:
-            found[-1] |= self.metrics()
-        return found
+            chunks[-1] |= self.metrics()
+        return chunks
 
     def failed(self, refusal: Refusal) -> dict:
-        """Return the last chunk of a failed stream."""
+        """Return the error chunk that ends a failed stream."""
         return refusal.body()
 
     def last_chunk(self) -> dict:
@@ -119,10 +119,10 @@ class Reply:
     def usage(self) -> dict:
         """Return OpenAI's `usage`. A prompt is counted once for its `n` choices."""
         first = self.jobs[:: self.body.n]
-        prompts = sum(len(job.prompt) for job in first)
-        written = sum(len(job.request.ids) for job in self.jobs)
+        prompt = sum(len(job.prompt) for job in first)
+        completion = sum(len(job.request.ids) for job in self.jobs)
         return {
-            "prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written,
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(job.request.cached for job in first)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(job.accepted for job in self.jobs),
@@ -146,16 +146,16 @@ class Reply:
         }}}
 
     def summary(self) -> str:
-        """Return the access-log line: finish reasons, tokens, speed and acceptance length."""
-        words = ", ".join(sorted({self.ending(i) for i in range(len(self.jobs))}))
+        """Return the end of the request's log line: finish reasons, tokens, speed and acceptance length."""
+        line = ", ".join(sorted({self.ending(i) for i in range(len(self.jobs))}))
         requests = [job.request for job in self.jobs if job.request]
         if len(requests) < len(self.jobs):
-            return words
+            return line
         usage, speed = self.usage(), sum(request.tokens_per_second for request in requests)
         tokens = counted(usage["completion_tokens"], "token")
-        words += f", {usage['prompt_tokens']} + {tokens}"
+        line += f", {usage['prompt_tokens']} + {tokens}"
         tau = sum(request.tau for request in requests) / len(requests)
-        return f"{words}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else words  # 1 token: no speed
+        return f"{line}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else line  # one token has no speed
 
     def ending(self, i: int) -> str:
         """Return the finish reason of job i; for an error, with its message."""
@@ -167,17 +167,17 @@ class Reply:
         if not self.body.return_speculation:
             return {}
         drafted, tree = event.ids[: event.drafted], event.draft
-        found = {
+        fields = {
             "drafted": event.drafted, "tokens": len(event.ids), "nodes": event.nodes,
             "text": "".join(map(self.tokens.text, drafted)),
         }
         if tree:
-            found["tree"] = {
+            fields["tree"] = {
                 "texts": [self.tokens.text(token) for token in tree.tokens], "parent": tree.parent,
                 "path": tree.path[: event.drafted + 1],
                 "scores": tree.scores and [max(score, MIN_LOGPROB) for score in tree.scores],
             }
-        return {"speculation": found}
+        return {"speculation": fields}
 
     def _object(self, name: str, choices: list[dict]) -> dict:
         head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -187,23 +187,23 @@ class Reply:
 class ChatReply(Reply):
     """A chat completion.
 
-    form: tool-call format, see `call_format`; None: no tools. channels: the model uses harmony channels, see
+    call_tags: see `tokens.calls.call_format`; None: no tools. channels: the model uses harmony channels, see
     `tokens.channels`.
     """
 
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, *args, form: tuple[str, ...] | None = None, channels: bool = False):
+    def __init__(self, *args, call_tags: tuple[str, ...] | None = None, channels: bool = False):
         super().__init__(*args)
         prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-64:]))
-        stream = ChannelStream if channels else partial(CallStream, form)
+        stream = ChannelStream if channels else partial(CallStream, call_tags)
         self._streams = [stream(self.body.callable, prompt) for _ in self.jobs]
-        # With continue_final_message, the start of the message is pushed to detect tool calls that it begins.
-        # Characters of it that a stream has held back must not be sent when they come out later.
+        # With continue_final_message, push the start of the message to detect a tool call that begins in it.
+        # Characters of it that the stream holds back must not be sent later.
         self._held_back = [0] * len(self.jobs)
         if self.body.continues:
-            given = "" if channels else content_of(self.body.dicts[-1]["content"])["content"]
-            self._held_back = [max(0, len(given) - len(s.push(given))) for s in self._streams]
+            start = "" if channels else content_of(self.body.dicts[-1]["content"])["content"]
+            self._held_back = [max(0, len(start) - len(s.push(start))) for s in self._streams]
         self._tool_call_jobs: set[int] = set()  # jobs that ended in tool calls
 
     def choice(self, i: int, job: Job) -> dict:
@@ -220,10 +220,10 @@ class ChatReply(Reply):
         }
 
     def parts(self, i: int, event: Event, finish: str | None, first: bool) -> list[dict]:
-        found = []
+        choices = []
 
         def part(content: dict, **more) -> None:
-            found.append({"delta": content, "logprobs": None, "finish_reason": None} | more)
+            choices.append({"delta": content, "logprobs": None, "finish_reason": None} | more)
 
         if first:
             part({"role": "assistant", "content": ""})
@@ -241,13 +241,13 @@ class ChatReply(Reply):
             part({"tool_calls": [{"index": n} | call for n, call in enumerate(calls)]})
         if finish:
             part({}, finish_reason=self.ending(i))
-        return found
+        return choices
 
     def _strip_held_back(self, i: int, text: str) -> str:
         """Strip held-back characters of the continued message from the start of `text`."""
-        old = min(self._held_back[i], len(text))
-        self._held_back[i] -= old
-        return text[old:]
+        held = min(self._held_back[i], len(text))
+        self._held_back[i] -= held
+        return text[held:]
 
     def ending(self, i: int) -> str:
         return "tool_calls" if i in self._tool_call_jobs else super().ending(i)
@@ -262,7 +262,7 @@ class ChatReply(Reply):
         return rest, calls if self.body.parallel_tool_calls else calls[:1]
 
     def _logprobs(self, ids: list[int], scores: list[Score]) -> dict | None:
-        return None if self.body.scored is None else self.tokens.chat_logprobs(ids, scores)
+        return None if self.body.logprob_count is None else self.tokens.chat_logprobs(ids, scores)
 
 
 class CompletionReply(Reply):
@@ -274,8 +274,9 @@ class CompletionReply(Reply):
     def __init__(self, *args):
         super().__init__(*args)
         tokenizer, echo = self.tokens.tokenizer, self.body.echo
-        typed = tokenizer.control.values() if isinstance(self.body.prompts[0], str) else ()
-        self._shown = {i for i in typed if not tokenizer.adds_bos or i != tokenizer.bos_id}
+        # Control tokens of text prompts are echoed as sent; BOS only if encoding does not add it.
+        control = tokenizer.control.values() if isinstance(self.body.prompts[0], str) else ()
+        self._shown = {i for i in control if not tokenizer.adds_bos or i != tokenizer.bos_id}
         self._echoes = [tokenizer.decode(job.prompt, self._shown) if echo else "" for job in self.jobs]
         self._offsets = [Offsets(tokenizer.stream(continues=True), len(echo)) for echo in self._echoes]
 
@@ -294,7 +295,7 @@ class CompletionReply(Reply):
         if self.body.max_tokens == 0:
             text, ids, scores = "", [], []
         logprobs = None
-        if self.body.scored is not None:
+        if self.body.logprob_count is not None:
             offsets = self._offsets[i].push(ids)
             if first and self.body.echo:
                 request = self.jobs[i].request

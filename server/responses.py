@@ -12,9 +12,9 @@ from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_bo
 from server.replies import ChatReply
 
 JSON_HEADERS = {"content-type": "application/json"}  # bodies are parsed as JSON
-# Unsupported fields that need stored state, and the value that disables each.
+# Unsupported fields that need stored state -> the value that disables them.
 STATEFUL_FIELDS = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
-CHAT_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # same in chat completions
+CHAT_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # as in chat completions
 
 
 class FunctionTool(Body, extra="allow"):
@@ -54,14 +54,14 @@ class ResponsesBody(Strict, extra="allow"):
 
     def chat(self) -> ChatBody:
         """Convert to a chat completion request. Raises Refusal."""
-        more = self.model_extra or {}
-        for name, off in STATEFUL_FIELDS.items():
-            if more.get(name) not in (None, off):
-                words = f"{name}: not supported, nothing is stored here; send the whole conversation as input"
-                raise Refusal(400, words, "invalid_value", name)
+        extra = self.model_extra or {}
+        for name, disabled in STATEFUL_FIELDS.items():
+            if extra.get(name) not in (None, disabled):
+                message = f"{name}: not supported, as nothing is stored; send the whole conversation as input"
+                raise Refusal(400, message, "invalid_value", name)
         choice = self.tool_choice
-        known = ChatBody.model_fields.keys() - {"n"}  # a response has one answer
-        fields = {name: value for name, value in more.items() if name in known} | {
+        known = ChatBody.model_fields.keys() - {"n"}  # a response has one choice
+        fields = {name: value for name, value in extra.items() if name in known} | {
             "messages": self.messages(), "tools": [tool.nested for tool in self.tools],
             "max_completion_tokens": self.max_output_tokens, "response_format": self.text.get("format"),
             "tool_choice": choice if isinstance(choice, str) else Tool(**choice.nested).model_dump(),
@@ -75,51 +75,51 @@ class ResponsesBody(Strict, extra="allow"):
 
     def messages(self) -> list[dict]:
         """Convert `input` to chat messages. Reasoning and calls are merged into one assistant message."""
-        found = [{"role": "developer", "content": self.instructions}] if self.instructions else []
+        messages = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
 
         def assistant() -> dict:
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant"})
-            return found[-1]
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            return messages[-1]
 
         for n, item in enumerate(self.input):
             item_type = item.get("type", "message")
             if item_type == "message":
                 role, content = item.get("role"), item.get("content")
                 if role == "assistant" and "content" not in assistant():
-                    found[-1]["content"] = content
+                    messages[-1]["content"] = content
                 else:
-                    found.append({"role": role, "content": content})
+                    messages.append({"role": role, "content": content})
             elif item_type == "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments", "")}
                 calls = assistant().setdefault("tool_calls", [])
                 calls.append({"id": str(item.get("call_id", "")), "type": "function", "function": call})
             elif item_type == "function_call_output":
                 content, call_id = item.get("output"), item.get("call_id")
-                found.append({"role": "tool", "tool_call_id": call_id, "content": content})
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             elif item_type == "reasoning":
-                found.append({"role": "assistant", "reasoning": "".join(
+                messages.append({"role": "assistant", "reasoning": "".join(
                     str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()
                     if isinstance(part, dict))})
             else:
                 raise Refusal(400, f"input.{n}: {item_type!r:.60} is not a message, call or reasoning",
                               "invalid_value", "input")
-        return found
+        return messages
 
 
 class ResponsesReply(ChatReply):
-    """The response to POST /v1/responses. asked: the request's body.
+    """The response to POST /v1/responses. request_body: its body.
 
     Output items come in this order: reasoning, message, function calls.
     """
 
     prefix, end = "resp", ""
 
-    def __init__(self, *args, asked: ResponsesBody, **how):
-        super().__init__(*args, **how)
-        self.asked, self.items, self._sent = asked, [], 0
+    def __init__(self, *args, request_body: ResponsesBody, **options):
+        super().__init__(*args, **options)
+        self.request_body, self.items, self._sent = request_body, [], 0
 
     def whole(self) -> dict:
         message = self.choice(0, self.jobs[0])["message"]
@@ -137,13 +137,13 @@ class ResponsesReply(ChatReply):
 
     def response(self, status: str, refusal: Refusal | None = None) -> dict:
         """Return the response object with the output items so far."""
-        asked, ended = self.asked, status in ("completed", "incomplete")
+        request_body, ended = self.request_body, status in ("completed", "incomplete")
         usage = self.usage() if ended else None
         reasons = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        same = asked.model_dump(include={
+        echoed = request_body.model_dump(include={
             "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "top_p",
             "tool_choice", "tools", "text", "reasoning"})
-        return same | {
+        return echoed | {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
             "model": self.model, "output": self.items, "store": False, "previous_response_id": None,
             "error": refusal and {"code": "server_error", "message": refusal.message},
@@ -161,63 +161,63 @@ class ResponsesReply(ChatReply):
 
     def chunks(self, i: int, event: Event) -> list[dict]:
         """Return the server-sent events for an event of job i."""
-        found = []
+        events = []
         if not self._started[i]:
             self._started[i] = True
             for status in "created", "in_progress":
-                found.append(self._event(f"response.{status}", response=self.response("in_progress")))
+                events.append(self._event(f"response.{status}", response=self.response("in_progress")))
         text, calls = self._strip_held_back(i, self._streams[i].push(event.text)), []
         reasoning = self._streams[i].reasoning()
         if event.finish:
             rest, calls = self._finish(i)
             text, reasoning = text + rest, reasoning + self._streams[i].reasoning()
-        found += self._grow("reasoning", reasoning)
+        events += self._grow("reasoning", reasoning)
         # As in `whole`: without calls there is a message, even an empty one.
         has_message = any(item["type"] == "message" for item in self.items)
-        found += self._grow("message", text, always=bool(event.finish and not calls and not has_message))
+        events += self._grow("message", text, always=bool(event.finish and not calls and not has_message))
         if event.finish:
-            found += self._close()
+            events += self._close()
             for call in map(function_call_item, calls):
-                found += self._open(call | {"arguments": "", "status": "in_progress"})
-                at = {"item_id": call["id"], "output_index": len(self.items) - 1}
+                events += self._open(call | {"arguments": "", "status": "in_progress"})
+                position = {"item_id": call["id"], "output_index": len(self.items) - 1}
                 arguments = call["arguments"]
                 name = "response.function_call_arguments"
-                found.append(self._event(f"{name}.delta", **at, delta=arguments))
-                found.append(self._event(f"{name}.done", **at, arguments=arguments, name=call["name"]))
+                events.append(self._event(f"{name}.delta", **position, delta=arguments))
+                events.append(self._event(f"{name}.done", **position, arguments=arguments, name=call["name"]))
                 self.items[-1] = call
-                done = {"output_index": at["output_index"], "item": call}
-                found.append(self._event("response.output_item.done", **done))
-            found.append(self._event(f"response.{self.status}", response=self.response(self.status)))
-        return found
+                done = {"output_index": position["output_index"], "item": call}
+                events.append(self._event("response.output_item.done", **done))
+            events.append(self._event(f"response.{self.status}", response=self.response(self.status)))
+        return events
 
     def _event(self, event: str, **fields) -> dict:
         self._sent += 1
         return copy.deepcopy({"type": event, "sequence_number": self._sent - 1, **fields})  # items change
 
-    def _open(self, new: dict) -> list[dict]:
-        self.items.append(new)
-        at = {"output_index": len(self.items) - 1}
-        return [self._event("response.output_item.added", **at, item={**new, "content": []} if
-                            new["type"] != "function_call" else new)]
+    def _open(self, item: dict) -> list[dict]:
+        self.items.append(item)
+        if item["type"] != "function_call":
+            item = {**item, "content": []}
+        return [self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)]
 
     def _part(self, change: str, **fields) -> dict:
         """Return an event about the content part of the last item."""
-        at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
-        return self._event(f"response.{change}", **at, **fields)
+        position = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return self._event(f"response.{change}", **position, **fields)
 
     def _grow(self, item_type: str, text: str, always: bool = False) -> list[dict]:
         """Append text to the last item, or open a new one if its type differs. always: even without text."""
-        found = []
+        events = []
         if not (text or always):
-            return found
+            return events
         if not self.items or self.items[-1]["type"] != item_type:
-            found += self._close() + self._open(text_item(item_type, "") | {"status": "in_progress"})
-            found.append(self._part("content_part.added", part={**self.items[-1]["content"][0]}))
+            events += self._close() + self._open(text_item(item_type, "") | {"status": "in_progress"})
+            events.append(self._part("content_part.added", part={**self.items[-1]["content"][0]}))
         self.items[-1]["content"][0]["text"] += text
         if text:
             more = {"logprobs": []} if item_type == "message" else {}
-            found.append(self._part(f"{CONTENT_TYPES[item_type]}.delta", delta=text, **more))
-        return found
+            events.append(self._part(f"{CONTENT_TYPES[item_type]}.delta", delta=text, **more))
+        return events
 
     def _close(self) -> list[dict]:
         """Complete the last item and return its final events."""
@@ -240,9 +240,9 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
 def text_item(item_type: str, text: str | None) -> dict:
     """Return an output item with one content part: a message or reasoning."""
     more = {"annotations": [], "logprobs": []} if item_type == "message" else {}
-    found = {"id": f"{ID_PREFIXES[item_type]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
-    found |= {"role": "assistant"} if item_type == "message" else {"summary": []}
-    return found | {"content": [{"type": CONTENT_TYPES[item_type], "text": text or ""} | more]}
+    item = {"id": f"{ID_PREFIXES[item_type]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
+    item |= {"role": "assistant"} if item_type == "message" else {"summary": []}
+    return item | {"content": [{"type": CONTENT_TYPES[item_type], "text": text or ""} | more]}
 
 
 def function_call_item(call: dict) -> dict:

@@ -15,7 +15,7 @@ from common.cli import log_stderr
 from engine.runner import CachesTooLarge
 from server.worker import Worker
 
-ERROR_SECONDS = 3  # for sending errors after the grace period
+ERROR_SECONDS = 3  # to send errors after the grace period
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections
 
 
@@ -45,16 +45,16 @@ class Uvicorn(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def largest_engine(target, drafting, *, batch: int, max_seq_len: int | None, smallest: int):
+def largest_engine(target, drafting, *, batch: int, max_seq_len: int | None, min_batch: int):
     """Create an engine with `batch` slots, halved until the caches fit in memory.
 
-    smallest: the minimum. target: an `engine.target.Target`. Raises what its `engine` raises.
+    target: an `engine.target.Target`. Raises as `Target.engine` if fewer than `min_batch` slots fit.
     """
     while True:
         try:
             return target.engine(drafting, batch=batch, max_seq_len=max_seq_len, serves=True)
         except CachesTooLarge as e:
-            if batch // 2 < smallest:
+            if batch // 2 < min_batch:
                 raise
             batch //= 2
             target.log(f"{batch} slots: {e}")
@@ -66,7 +66,7 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=ERROR_SECONDS,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-    # Uvicorn re-raises signals at the end: handle SIGTERM like Ctrl-C.
+    # Uvicorn raises the signal again at its end: then handle SIGTERM like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     worker.start()
     with contextlib.suppress(KeyboardInterrupt):

@@ -29,13 +29,13 @@ class Job:
     """A waiting or running request.
 
     on_event: called on the worker's thread with each event; the last one has a `finish`, or is a Refusal.
-    seconds: time limit, queueing included. options: further arguments of `Engine.admit`. finish:
+    time_limit: seconds, queueing included. options: further arguments of `Engine.admit`. finish:
     "stop", "length", "error" or "abort". refusal: the reason of an error.
     """
 
     prompt: list[int]
     sampling: Sampling
-    seconds: float = math.inf
+    time_limit: float = math.inf
     options: dict = field(default_factory=dict)
     on_event: Callable[[Event | Refusal], None] = lambda event: None
     request: Request | None = None  # from admission on
@@ -53,12 +53,12 @@ class Job:
 
 
 class Worker(threading.Thread):
-    """Decode up to `engine.batch` jobs at a time; up to `queue` more wait."""
+    """Decode up to `engine.batch` jobs at a time; queue up to `queue` more."""
 
     def __init__(self, engine: Engine, metrics: Metrics, queue: int = 64):
         super().__init__(name="decoding", daemon=True)
         self.engine, self.metrics, self.capacity = engine, metrics, queue + engine.batch
-        self.failed: str | None = None  # the reason if decoding has stopped
+        self.failed: str | None = None  # why decoding has stopped; None while it works
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
@@ -114,14 +114,14 @@ class Worker(threading.Thread):
                 try:
                     self._run_step()
                     failures = 0
-                except Exception as e:  # a bug: refuse the current jobs, continue with later ones
+                except Exception as e:  # a bug: fail the current jobs, continue with later ones
                     traceback.print_exc()
                     failures += 1
                     if failures == MAX_CONSECUTIVE_FAILURES:
                         self.failed = f"decoding has failed {failures} times in a row; see the server's log"
                         log_stderr(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
-        except Exception as e:  # not even removing a request works: the device has failed
+        except Exception as e:  # failing the jobs failed too: the device is unusable
             self.failed = f"decoding has failed ({first_line(e)}); see the server's log"
             log_stderr(f"error: {self.failed}")
         self._refuse_all(Refusal(503, self.failed or SHUTTING_DOWN))
@@ -143,8 +143,9 @@ class Worker(threading.Thread):
             self._end(job, "abort")
         now = time.perf_counter()
         for job in self._jobs():
-            if now - job.arrived > job.seconds:
-                self._refuse(job, Refusal(504, f"the request exceeded its time limit of {job.seconds:g} s"))
+            if now - job.arrived > job.time_limit:
+                message = f"the request exceeded its time limit of {job.time_limit:g} s"
+                self._refuse(job, Refusal(504, message))
         while self.engine.free and self._waiting:
             self._admit(self._waiting[0])
         if self.engine.busy:

@@ -19,7 +19,7 @@ WRONG = (  # arguments of LLM after the checkpoint, options, and the start of th
     ((DraftOptions("eagle3"),), {"tree": "paper"}, "draft and tree are fields of DraftOptions: set them"),
     ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a valid string"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
-    ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; "),
+    ((), {"kv": "fp8"}, "kv fp8: our CPU kernels support only int8 caches; "),
     ((), {"model": "other"}, "checkpoint "),
     ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?)"),
 )

@@ -10,8 +10,8 @@
     {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole output
 
 JSON may be a sequence of values, a list, or in a code fence. Reasoning, such as <think>...</think>, contains
-no calls. At the start of an answer a call of one of the request's tools is recognized without tags, which
-small models forget.
+no calls. At the start of an answer, a call of one of the request's tools is recognized even without tags:
+small models often omit them.
 """
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ _TAG_NAMES = "think", "thinking", "thought", "reasoning", "seed:think"
 # [THINK] is Mistral's, ◁think▷ Kimi's.
 REASONING_TAGS = {f"<{name}>": f"</{name}>" for name in _TAG_NAMES}
 REASONING_TAGS |= {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
-OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
-         "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
-OPEN = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"}  # the schema does not list all properties
-BARE = ()  # calls without tags
-TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]", "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>", "</parameter>",
-        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *REASONING_TAGS, *REASONING_TAGS.values())
+# <seed:tool_call>: Seed-OSS; otherwise like Qwen3-Coder.
+OPENING_TAGS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
+                "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)
+# Schemas with one of these may have properties that `properties` does not list.
+OPEN_SCHEMA_KEYS = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"}
+UNTAGGED = ()  # format of calls without tags
+TAGS = (*OPENING_TAGS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
+        "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>",
+        "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *REASONING_TAGS,
+        *REASONING_TAGS.values())
 
 # Newer Mistral models: [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}. Older DeepSeek models:
 # function<｜tool▁sep｜>f and the arguments in a code fence.
@@ -45,38 +48,38 @@ _NEXT = re.compile(
     r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<keyed>[\w.-]+)\s*(?=<arg_key>|(?P<ends></tool_call>))|"
     r"(?P<old>function<｜tool▁sep｜>)?(?P<named>[\w.-]+)"
     r"(?(old)\s*```json|\s*(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>|(?={)))\s*)")
-# A value may contain closing tags: the one before the next opening or closing tag ends it. If the model
-# forgets it, the value ends at the next tag.
+# A value may contain closing tags: it ends at a closing tag that another tag follows. If the model omits
+# the closing tag, the value ends at the next tag.
 _NO_PARAMETER = r"((?:(?!\n<parameter=).)*?)"
 _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for value in (
     rf"{_NO_PARAMETER}\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))",
     r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)")]
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
-_OBJECT = re.compile(r"\s*(?={)")
-_STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # a JSON string or bracket
-_END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
+_OBJECT_START = re.compile(r"\s*(?={)")
+_JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # a JSON string or bracket
+_FUNCTION_END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # may have extra brackets
     r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)")
-# Prefix of calls without tags: JSON, possibly in a list or code fence, whose first key is one of _KEYS.
-_BARE = re.compile(
+# Prefix of calls without tags: JSON, possibly in a list or code fence, whose first key is in _CALL_KEYS.
+_UNTAGGED_PREFIX = re.compile(
     r"\s*(?:$|`{1,2}$|(?:```(?:json|jso|js|j)?\s*)?(?:$|\[?\s*(?:$|{\s*(?:$|(?P<key>\"[^\"]*\"?)))))")
-_KEYS = '"name"', '"function"', '"type"', '"id"', '"arguments"', '"parameters"'
+_CALL_KEYS = '"name"', '"function"', '"type"', '"id"', '"arguments"', '"parameters"'
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
-_LENIENT = json.JSONDecoder(strict=False)  # also reads numbers that are not JSON
+_LENIENT = json.JSONDecoder(strict=False)  # also accepts NaN and Infinity
 
 
 def call_format(template: str | None) -> tuple[str, ...]:
-    """Return the tags that open a call with this chat template; `BARE`: calls have no tags.
+    """Return the tags that open a call with this chat template; `UNTAGGED` if calls have none.
 
-    Raises InputError if the template has no tools, or an unknown format.
+    Raises InputError if the template does not support tools, or its format is unknown.
     """
-    found = template if template and "tools" in template else ""
-    tags = tuple(tag for tag in OPENS if tag in found)
-    is_llama = '"parameters"' in found and ("ipython" in found or "python_tag" in found)
+    template = template if template and "tools" in template else ""
+    tags = tuple(tag for tag in OPENING_TAGS if tag in template)
+    is_llama = '"parameters"' in template and ("ipython" in template or "python_tag" in template)
     if tags or is_llama:
-        return tags or BARE
+        return tags or UNTAGGED
     raise InputError("tools: unknown tool call format in this model's chat template; known:"
                      " docs/serving.md#tools; leave tools out")
 
@@ -89,13 +92,13 @@ def shown_tags(control: Mapping[str, int]) -> list[int]:
 def schema_of_calls(tools: Mapping[str, dict]) -> str:
     """Return the JSON schema of a call. tools: name -> schema of the parameters, {} if there are none."""
     def call(n: int, name: str, parameters: dict) -> dict:
-        # References count from the root.
-        moved = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{n}/properties/arguments')
-        # Otherwise small models keep inventing arguments.
-        closed = {} if OPEN & parameters.keys() else {"additionalProperties": False}
-        arguments = {"type": "object", **closed} | json.loads(moved)
-        parts = {"name": {"const": name}, "arguments": arguments}
-        return {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
+        # `$ref` is relative to the root of the new schema.
+        rebased = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{n}/properties/arguments')
+        # Otherwise small models invent arguments.
+        closed = {} if OPEN_SCHEMA_KEYS & parameters.keys() else {"additionalProperties": False}
+        arguments = {"type": "object", **closed} | json.loads(rebased)
+        fields = {"name": {"const": name}, "arguments": arguments}
+        return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
     return json.dumps({"anyOf": [call(n, *tool) for n, tool in enumerate(tools.items())]})
 
@@ -103,81 +106,85 @@ def schema_of_calls(tools: Mapping[str, dict]) -> str:
 class CallStream:
     """Separates tool calls from streamed text. Text is returned once it cannot be part of a call.
 
-    form: see `call_format`; None: no tools. tools: name -> schema of the parameters. prompt: the end of the
-    prompt, which may open the reasoning.
+    call_tags: see `call_format`; None: no tools. tools: name -> schema of the parameters. prompt: the end of
+    the prompt, which may open the reasoning.
     """
 
-    def __init__(self, form: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, prompt: str = ""):
-        self._form, self._tools = form, tools
+    def __init__(self, call_tags: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, prompt: str = ""):
+        self._call_tags, self._tools = call_tags, tools
         self._held, self._opening = "", ""  # held-back text, and the tag that opened it
-        # The tag that ends the reasoning.
+        # The tag that ends the current reasoning, "" outside of it.
         self._close = next((end for tag, end in REASONING_TAGS.items() if prompt.rstrip().endswith(tag)), "")
-        # A reasoning tag inside a line may be quoted: unless it is closed, calls are parsed.
-        self._line, self._certain = "", True
-        self._starts = form is not None  # the answer, or what follows a thought, has not partial_match
+        # A reasoning tag inside a line may be a quotation: until it is closed, calls are parsed.
+        self._line, self._is_reasoning = "", True
+        # The text so far may be calls without tags: they are at the start of the answer, after the reasoning.
+        self._may_be_untagged = call_tags is not None
 
     def push(self, text: str) -> str:
         """Add text. Returns the text that cannot be part of a call."""
         self._held += text
-        certain = ""
-        if self._may_be_bare():
-            return certain
-        while self._form and not self._opening:
+        released = ""
+        if self._check_untagged():
+            return released
+        while self._call_tags and not self._opening:
             tags = (self._close,) if self._close else tuple(REASONING_TAGS)
-            tags += () if self._close and self._certain else self._form
-            if found := re.search("|".join(map(re.escape, tags)), self._held):
-                at = found.start()
-                if found[0] in self._form:
-                    self._opening = found[0]
+            tags += () if self._close and self._is_reasoning else self._call_tags
+            if tag := re.search("|".join(map(re.escape, tags)), self._held):
+                end = tag.start()
+                if tag[0] in self._call_tags:
+                    self._opening = tag[0]
                 elif self._close:
-                    self._close, at = "", found.end()
-                    self._starts = True
+                    self._close, end = "", tag.end()
+                    self._may_be_untagged = True
                 else:
-                    before = (self._line + self._held[:at]).rpartition("\n")[2]
-                    self._close, self._certain, at = REASONING_TAGS[found[0]], not before.strip(), found.end()
+                    before = (self._line + self._held[:end]).rpartition("\n")[2]
+                    self._close, end = REASONING_TAGS[tag[0]], tag.end()
+                    self._is_reasoning = not before.strip()
             else:
-                at = len(self._held) - partial_match(self._held, tags)
-            self._line = (self._line + self._held[:at]).rpartition("\n")[2]
-            certain, self._held = certain + self._held[:at], self._held[at:]
-            if not found or self._may_be_bare():
+                end = len(self._held) - partial_match(self._held, tags)
+            self._line = (self._line + self._held[:end]).rpartition("\n")[2]
+            released, self._held = released + self._held[:end], self._held[end:]
+            if not tag or self._check_untagged():
                 break
-        if self._form is None:
-            certain, self._held = self._held, ""
-        return certain
+        if self._call_tags is None:
+            released, self._held = self._held, ""
+        return released
 
-    def _may_be_bare(self) -> bool:
-        """Return whether the held-back text starts an answer that may be calls without tags."""
-        if not self._starts or not self._held or (self._close and self._form != BARE):
+    def _check_untagged(self) -> bool:
+        """Return whether the held-back text may be calls without tags at the start of an answer."""
+        if not self._may_be_untagged or not self._held or (self._close and self._call_tags != UNTAGGED):
             return False
-        found = _BARE.match(self._held)
-        key = found and found["key"]
-        self._starts = bool(found) and (not key or any(k.startswith(key) for k in _KEYS))
-        self._form = None if self._form == BARE and not self._starts else self._form
-        return self._starts
+        prefix = _UNTAGGED_PREFIX.match(self._held)
+        key = prefix and prefix["key"]
+        self._may_be_untagged = bool(prefix) and (not key or any(k.startswith(key) for k in _CALL_KEYS))
+        if self._call_tags == UNTAGGED and not self._may_be_untagged:
+            self._call_tags = None
+        return self._may_be_untagged
 
     def reasoning(self) -> str:
-        """Return nothing: reasoning between tags is part of the text."""
+        """Return "": reasoning between tags is part of the text."""
         return ""
 
     def finish(self) -> tuple[str, list[dict]]:
         """Return the remaining text and the calls."""
         rest, calls = "", []
-        if self._may_be_bare():
+        if self._check_untagged():
             found, broken, end = _read(self._held, 0, self._tools)
             after = self._held[end:].lstrip(" \r\n\t,;")
-            known = all(call["function"]["name"] in self._tools for call in found)
-            first = not (broken and self._held.startswith(broken[0]))
-            if found and first and (known or (self._form == BARE and not broken and not after)):
+            are_known = all(call["function"]["name"] in self._tools for call in found)
+            starts_with_call = not (broken and self._held.startswith(broken[0]))
+            is_answer = self._call_tags == UNTAGGED and not broken and not after
+            if found and starts_with_call and (are_known or is_answer):
                 calls, self._held = found, "".join(broken) + after
-            self._starts = False
+            self._may_be_untagged = False
             rest = self.push("")
         while self._opening:
-            if self._close and self._close in self._held:  # it was reasoning
+            if self._close and self._close in self._held:  # it was reasoning after all
                 end = self._held.index(self._close) + len(self._close)
                 rest += self._held[:end]
             else:
-                begin = 0 if self._opening == FUNCTION else len(self._opening)
-                found, broken, end = _read(self._held, begin, self._tools)
+                start = 0 if self._opening == FUNCTION else len(self._opening)
+                found, broken, end = _read(self._held, start, self._tools)
                 if not found and not broken:  # the tag is quoted text
                     end = len(self._opening)
                 rest += "".join(broken) if found else self._held[:end]
@@ -222,23 +229,24 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], li
 def _end_of(text: str, at: int) -> int:
     """Return the end of the object or list that starts at `at`. Raises ValueError if unterminated."""
     depth = 0
-    for step in _STEP.finditer(text, at):
+    for step in _JSON_TOKEN.finditer(text, at):
         depth += (step[0] in "{[") - (step[0] in "}]")
         if depth == 0:
             return step.end()
     raise ValueError("unterminated object")
 
 
-def call_of(found: object, tools: Mapping[str, dict]) -> dict:
-    """Return a call in OpenAI's format. Raises ValueError if it is not a call."""
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):
-        found = found["function"]
-    if not isinstance(found, dict) or not isinstance(name := found.get("name", found.get("function")), str):
-        raise ValueError("no call")
-    given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
-    if not given or not isinstance(arguments := arguments_of(given[0]), dict):
-        raise ValueError("no call")
-    json.dumps(found, ensure_ascii=False).encode()  # ValueError on a lone surrogate
+def call_of(value: object, tools: Mapping[str, dict]) -> dict:
+    """Return a parsed JSON value as a call in OpenAI's format. Raises ValueError if it is not a call."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(name := value.get("name", value.get("function")), str):
+        raise ValueError("not a tool call")
+    # Arguments may be missing in calls of known tools.
+    choices = [value[key] for key in ("arguments", "parameters") if key in value] or [None] * (name in tools)
+    if not choices or not isinstance(arguments := arguments_of(choices[0]), dict):
+        raise ValueError("not a tool call")
+    json.dumps(value, ensure_ascii=False).encode()  # ValueError on a lone surrogate
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
     # Mistral's templates require ids of nine characters.
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
@@ -247,27 +255,27 @@ def call_of(found: object, tools: Mapping[str, dict]) -> dict:
 def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
     """Return the arguments, between tags or in JSON, up to </function>, and the index after it.
 
-    schema: of the parameters. Raises ValueError if unterminated.
+    schema: that of the parameters. Raises ValueError if unterminated.
     """
     arguments: dict[str, object] = {}
-    if begin := _OBJECT.match(text, at):
-        arguments, at = _LENIENT.raw_decode(text, begin.end())
+    if start := _OBJECT_START.match(text, at):
+        arguments, at = _LENIENT.raw_decode(text, start.end())
     properties = schema.get("properties")
-    while found := next(filter(None, (form.match(text, at) for form in _PARAMETERS)), None):
+    while found := next(filter(None, (pattern.match(text, at) for pattern in _PARAMETERS)), None):
         name, at = found[1].strip(" \n\"'"), found.end()
-        own = properties.get(name) if isinstance(properties, dict) else None
-        arguments[name] = _value(found[2], _types(own, schema))
-    end = _END.match(text, at)
+        property_schema = properties.get(name) if isinstance(properties, dict) else None
+        arguments[name] = _value(found[2], _types(property_schema, schema))
+    end = _FUNCTION_END.match(text, at)
     if not end:
         raise ValueError("unterminated function")
     return arguments, end.end()
 
 
 def _value(text: str, types: set[str]) -> object:
-    """Parse a text as a value of one of these JSON types. Returns the text if it is none."""
-    for read in (JSON.decode, ast.literal_eval) if types - {"string"} else ():
+    """Parse a text as a value of one of these JSON types. Returns the text if that fails."""
+    for parse in (JSON.decode, ast.literal_eval) if types - {"string"} else ():
         try:
-            value = JSON.decode(json.dumps(read(text.strip())))  # no sets, only string keys
+            value = JSON.decode(json.dumps(parse(text.strip())))  # no sets, only string keys
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(value, float) and value.is_integer() and "number" not in types:
@@ -279,22 +287,23 @@ def _value(text: str, types: set[str]) -> object:
 
 
 def _types(schema: object, root: dict) -> set[str]:
-    """Return the JSON types that a schema allows. root: target of references. It may be malformed."""
+    """Return the JSON types that a schema allows. root: `$ref` is relative to it. Both may be malformed."""
     types: set[object] = set()
-    parts, seen = [schema], set()
-    while parts:
-        part = parts.pop()
+    schemas, seen = [schema], set()
+    while schemas:
+        part = schemas.pop()
         if not isinstance(part, dict) or id(part) in seen:
             continue
         seen.add(id(part))
-        named = part.get("type")
-        types.update(named if isinstance(named, list) else [named], ["null"] * (part.get("nullable") is True))
+        declared = part.get("type")
+        types.update(declared if isinstance(declared, list) else [declared])
+        types |= {"null"} if part.get("nullable") is True else set()
         values = [*(part.get("enum") or []), *([part["const"]] if "const" in part else [])]
         types.update(_JSON_TYPES.get(type(value), "null") for value in values)
-        parts += [own for key in ("anyOf", "oneOf", "allOf") for own in part.get(key) or []]
+        schemas += [nested for key in ("anyOf", "oneOf", "allOf") for nested in part.get(key) or []]
         if "$ref" in part:
-            found = root
-            for step in str(part["$ref"]).removeprefix("#/").split("/"):
-                found = found.get(step) if isinstance(found, dict) else None
-            parts.append(found)
+            target = root
+            for key in str(part["$ref"]).removeprefix("#/").split("/"):
+                target = target.get(key) if isinstance(target, dict) else None
+            schemas.append(target)
     return types

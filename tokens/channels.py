@@ -16,8 +16,8 @@ from tokens.stops import partial_match
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CHANNEL_TAGS = CHANNEL, MESSAGE, START, END, "<|constrain|>"
-_HEADERS = CHANNEL, START, "to="  # prefixes of headers
-_ENDS = END, START, CHANNEL  # end of a message; a model may forget the first
+_HEADERS = CHANNEL, START, "to="  # a header starts with one of these
+_ENDS = END, START, CHANNEL  # a message ends at one of these; models sometimes omit END
 
 
 def has_channels(template: str | None) -> bool:
@@ -38,52 +38,52 @@ class ChannelStream:
 
     def __init__(self, tools: Mapping[str, dict] = {}, prompt: str = ""):
         self._tools, self._calls, self._reasoning = tools, [], ""
-        self._channel: str | None = None  # of the current message, or "to NAME"; None: in a header
+        self._channel: str | None = None  # of the current message; "to NAME": a tool call; None: in a header
         self._held = prompt.rpartition(START)[2].removeprefix("assistant") if START in prompt else ""
 
     def push(self, text: str) -> str:
         """Add text. Returns the content that is complete so far."""
         self._held += text
-        words = ""
-        while self._held and self._begin():
+        content = ""
+        while self._held and self._open_message():
             ends = [at for tag in _ENDS if (at := self._held.find(tag)) >= 0]
             end = min(ends, default=len(self._held) - partial_match(self._held, _ENDS))
             if self._channel.startswith("to ") and not ends:
                 break
-            words += self._take(self._held[:end])
+            content += self._consume(self._held[:end])
             self._held = self._held[end:].removeprefix(END)
             if not ends:
                 break
             self._channel = None
-        return words
+        return content
 
     def reasoning(self) -> str:
         """Return the reasoning since the last call of this method."""
-        found, self._reasoning = self._reasoning, ""
-        return found
+        reasoning, self._reasoning = self._reasoning, ""
+        return reasoning
 
     def finish(self) -> tuple[str, list[dict]]:
         """Return the remaining content and the calls."""
         header = self._channel is None and self._held.lstrip().startswith(_HEADERS)
-        return "" if header else self._take(self._held), self._calls
+        return "" if header else self._consume(self._held), self._calls
 
-    def _begin(self) -> bool:
+    def _open_message(self) -> bool:
         """Read the header of the next message if none is open. Returns whether a message is open."""
         if self._channel is None:
-            header, found, rest = self._held.partition(MESSAGE)
+            header, separator, rest = self._held.partition(MESSAGE)
             start = header.lstrip()
             if not any(start.startswith(tag) or tag.startswith(start) for tag in _HEADERS):
                 self._channel = "final"
-            elif found:
+            elif separator:
                 channel = re.search(r"<\|channel\|>\s*(\w+)", header)
                 to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", header)
-                named = to and to[1] in self._tools
-                self._channel = f"to {to[1]}" if named else channel[1] if channel else "final"
+                is_call = to and to[1] in self._tools
+                self._channel = f"to {to[1]}" if is_call else channel[1] if channel else "final"
                 self._held = rest
         return self._channel is not None
 
-    def _take(self, body: str) -> str:
-        """Store a part of a message, or a whole call. Returns it if it is content."""
+    def _consume(self, body: str) -> str:
+        """Store a part of a message, or a whole call. Returns the text that is content."""
         channel_name = self._channel or "final"
         if channel_name.startswith("to "):
             try:

@@ -18,10 +18,10 @@ from tokens import files
 from tokens.tokenizer import JsonBackend, Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
-WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of the class name -> rule
-# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
-# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
-END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # with both, the first ends the reasoning
+WORD_RULE_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of the class name -> rule
+# Tokens that end a turn or a text in any model. GGUF files and some repositories declare only one EOS id, but
+# a chat model may also emit the base model's EOS; without that id, generation would not stop.
+END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # models with both end the reasoning with <|end|>
 END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
     "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
@@ -36,15 +36,15 @@ PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
 def find_template(choice: str, *names: str) -> str | None:
     """Return the template to add to a checkpoint that has none; None to add none.
 
-    choice: "auto" goes by the names (of the source, of its config), "none" adds none, else one of
-    `TEMPLATES` or a file. Raises InputError on any other choice.
+    choice: "auto" goes by the names (of the source, of its config), "none" adds none; any other is a key of
+    `TEMPLATES` or a file. Raises InputError if the file cannot be read.
     """
     if choice == "none":
         return None
     if choice == "auto":
-        known = (TEMPLATES[template] for pattern, template in PUBLISHED_NAMES.items()
-                 if any(re.search(pattern, name, re.IGNORECASE) for name in names))
-        return next(known, None)
+        matching = (TEMPLATES[template] for pattern, template in PUBLISHED_NAMES.items()
+                    if any(re.search(pattern, name, re.IGNORECASE) for name in names))
+        return next(matching, None)
     return TEMPLATES[choice] if choice in TEMPLATES else read_text(choice, what="--template")
 
 
@@ -57,17 +57,17 @@ def _vocab_model(path: Path, settings: dict) -> tokenizers.Tokenizer:
     """Return the tokenizer of a vocab.json and its merges.txt.
 
     The pre-tokenization rule depends on the tokenizer's class or the model type. Raises InputError if it is
-    not in `WORDS_OF_CLASS`, and the library's errors.
+    not in `WORD_RULE_OF_CLASS`, and the library's errors.
     """
     config = path.with_name("config.json")
     name = settings.get("tokenizer_class")
-    known = f"{name} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
-    words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
-    if words is None:
-        raise InputError(f"{path}: tokenizer_class {name!r} is not known (Qwen2Tokenizer and GPT2Tokenizer"
-                         " are); save the tokenizer as tokenizer.json")
+    class_and_type = f"{name} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
+    rule = next((rule for name, rule in WORD_RULE_OF_CLASS.items() if name in class_and_type), None)
+    if rule is None:
+        raise InputError(f"{path}: tokenizer_class {name!r} is not supported (Qwen2Tokenizer and"
+                         " GPT2Tokenizer are); save the tokenizer as tokenizer.json")
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(files.MERGES)))
-    model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
+    model = byte_level_bpe(vocab, merges, WORD_RULES[rule], settings.get("add_prefix_space", False))
     model.add_special_tokens([token for token in {*files.VOCAB_JSON_DEFAULTS.values()} if token in vocab])
     return model
 
@@ -91,7 +91,7 @@ def copy_files(source: Path, target: Path) -> bool:
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of control tokens that end a text, the eos token's first."""
+    """Return the ids of control tokens that end generation, the EOS token's first."""
     eos, control = tokenizer.special_tokens_map.get("eos_token"), tokenizer.control
     names = [eos, *END_TOKENS]
     if END_OF_ANSWER in control and eos != END_OF_MESSAGE:

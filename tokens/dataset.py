@@ -6,8 +6,8 @@ A file is JSON Lines, or one JSON array (as ShareGPT is published). A row has on
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
     {"messages": [{"role": "user", "content": "..."}, ...]}          OpenAI
 
-All readers raise InputError if the file cannot be read; the message names the first invalid row. Messages are
-dictionaries of "role" (system, user or assistant) and "content" (a text), and of reasoning if there are some.
+All readers raise InputError if the file cannot be read; the error tells the first invalid row. Messages are
+dictionaries of "role" (system, user or assistant), "content" (a string) and, if present, reasoning.
 """
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def read_chats(path: str | Path, log: Callable[[str], None] | None = None) -> li
             rows.append(_prompts_of(where, row))
         except SkippedRow as e:
             reasons[str(e)] += 1
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not rows:
-        raise InputError(f"{path}: has no prompts" + (f" (skipped rows: {left_out})" if left_out else ""))
-    if left_out and log:
-        log(f"{path}: skipped rows: {left_out}")
+        raise InputError(f"{path}: has no prompts" + (f" (skipped rows: {skipped})" if skipped else ""))
+    if skipped and log:
+        log(f"{path}: skipped rows: {skipped}")
     return rows
 
 
 def _prompts_of(where: str, row: dict) -> list[dict]:
-    """Return the messages of a row that are no answers. Raises SkippedRow if none is a user's."""
+    """Return the messages of a row without answers. Raises SkippedRow if it has no user message."""
     if "prompt" in row or "turns" in row:
         turns = [row["prompt"]] if "prompt" in row else row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
@@ -77,7 +77,7 @@ def read_questions(path: str | Path) -> list[dict]:
     """Return FastChat's questions: {"question_id", "category", "turns"}.
 
     A row without an id gets its number, counted from 0; a row without a category gets "". Raises InputError
-    if a row holds no user turn.
+    if a row has no user turn.
     """
     rows, turns = [row for _, row in read_rows(path)], read_turns(path)
     if len(rows) != len(turns):
@@ -98,7 +98,7 @@ def read_openings(path: str | Path) -> tuple[str, ...]:
 def row_texts(where: str, row: dict) -> list[str]:
     """Return all texts of a row: "text", the messages, or a prompt and its answer.
 
-    where: the row's name in an error. Raises InputError on a row without any of these.
+    where: the row's location for error messages. Raises InputError on a row without any of these.
     """
     if isinstance(row.get("text"), str):
         return [row["text"]]
@@ -120,15 +120,15 @@ def _read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
-    """Yield (the row's name in an error, row). Raises InputError if a row is no JSON object."""
+    """Yield (the row's location for error messages, row). Raises InputError if a row is not a JSON object."""
     lines = enumerate(_read_lines(path), 1)
     number, first = next(((i, line) for i, line in lines if line.strip()), (1, ""))
     if first.lstrip().startswith("["):
         entries = parse_json("\n".join([first, *(line for _, line in lines)]).encode(), str(path))
         rows = ((f"{path}: entry {i}", entry) for i, entry in enumerate(entries, 1))
     else:
-        named = ((f"{path}: line {i}", line) for i, line in chain([(number, first)], lines) if line.strip())
-        rows = ((where, parse_json(line.encode(), where)) for where, line in named)
+        located = ((f"{path}: line {i}", line) for i, line in chain([(number, first)], lines) if line.strip())
+        rows = ((where, parse_json(line.encode(), where)) for where, line in located)
     for where, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{where} is not a JSON object")
@@ -136,7 +136,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
 
 
 def _messages(where: str, row: dict) -> list[dict]:
-    """Return the messages of a row. System messages are joined and come first.
+    """Return the messages of a row. System messages are system_messages and come first.
 
     Raises SkippedRow if it has tools or images.
     """
@@ -151,12 +151,12 @@ def _messages(where: str, row: dict) -> list[dict]:
         if role in TOOL_ROLES or entry.get("tool_calls") or entry.get("function_call"):
             raise SkippedRow("with tools")
         try:
-            words = content_of(content if isinstance(content, list) else [content])
+            content_fields = content_of(content if isinstance(content, list) else [content])
         except InputError:
             raise SkippedRow("with images or other content that is not text") from None
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        messages.append({"role": ROLES[role], **words, **reasoning_of(entry)})
+        messages.append({"role": ROLES[role], **content_fields, **reasoning_of(entry)})
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
-    joined = [{"role": "system", "content": system}] if system else []
-    return joined + [m for m in messages if m["role"] != "system"]
+    system_messages = [{"role": "system", "content": system}] if system else []
+    return system_messages + [m for m in messages if m["role"] != "system"]

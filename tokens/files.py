@@ -13,12 +13,12 @@ from tokenizers import AddedToken
 from common.errors import InputError, read_json, read_text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
-MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former belongs to vocab.json
+MERGES, ADDED = "merges.txt", "added_tokens.json"  # merges.txt belongs to vocab.json
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-# For conversations with tools: transformers' path, and that in converted folders, which are flat.
+# For conversations with tools: the path of transformers, and of converted folders, which have no subfolders.
 TOOL_TEMPLATES = ("additional_chat_templates/tool_use.jinja", "tool_use.jinja")
-# vocab.json is copied as a tokenizer.json.
+# Copied unchanged; vocab.json is converted to a tokenizer.json.
 COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATE_FILES, *TOOL_TEMPLATES)
 TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
 # Default settings of tokenizer classes, as in transformers 5.
@@ -44,22 +44,22 @@ def encoder_of(folder: Path) -> str | None:
 
 
 def tokenizer_settings(folder: Path) -> dict:
-    """Return the merged keys of the settings files, without those that are null. Raises InputError.
+    """Return the merged settings files without null values. Raises InputError.
 
-    A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
-    missing keys. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
-    gives `added_tokens_decoder`, which is id -> token here. The class of the tokenizer has defaults.
+    If tokenizer_config.json has `added_tokens_decoder`, special_tokens_map.json only adds missing keys.
+    Without that key, the files are older: special_tokens_map.json overrides tokenizer_config.json, and
+    added_tokens.json replaces `added_tokens_decoder` (here: id -> token). Tokenizer classes have defaults.
     """
     def read(name: str) -> dict:
-        found = read_json(folder / name) if has(folder, name) else {}
-        return {key: value for key, value in found.items() if value is not None}
+        content = read_json(folder / name) if has(folder, name) else {}
+        return {key: value for key, value in content.items() if value is not None}
 
     special, config = map(read, SETTINGS)
     encoder = encoder_of(folder)
-    kind = config.get("tokenizer_class", "") if encoder == "tokenizer.model" else ""
-    is_llama = kind.startswith("LlamaTokenizer")
+    class_name = config.get("tokenizer_class", "") if encoder == "tokenizer.model" else ""
+    is_llama = class_name.startswith("LlamaTokenizer")
     config = (VOCAB_JSON_DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
-    if kind.startswith("CodeLlamaTokenizer"):  # it has no older form
+    if class_name.startswith("CodeLlamaTokenizer"):  # never had the legacy behavior
         config["legacy"] = False
     decoder, settings = config.get("added_tokens_decoder"), config | special
     if decoder is not None:
@@ -74,20 +74,20 @@ def tokenizer_settings(folder: Path) -> dict:
 def special_tokens_map(settings: dict) -> dict[str, str]:
     """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}.
 
-    In the order in which transformers numbers new tokens.
+    The order is that in which transformers assigns ids to new tokens.
     """
     names = (*SPECIAL_TOKEN_NAMES, *settings)
-    given = {name: settings.get(name) for name in names if name.endswith("_token")}
-    for found in map(settings.get, EXTRA_TOKEN_KEYS):
-        given |= found if isinstance(found, dict) else {}
-    texts = {name: _text(token) for name, token in given.items()}
+    tokens = {name: settings.get(name) for name in names if name.endswith("_token")}
+    for extra in map(settings.get, EXTRA_TOKEN_KEYS):
+        tokens |= extra if isinstance(extra, dict) else {}
+    texts = {name: _text(token) for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
 
 def listed_tokens(settings: dict) -> list[str]:
     """Return the texts of the special tokens in lists of the settings."""
-    lists = (found for found in map(settings.get, EXTRA_TOKEN_KEYS) if isinstance(found, list))
-    return [text for found in lists for text in map(_text, found) if text]
+    lists = (tokens for tokens in map(settings.get, EXTRA_TOKEN_KEYS) if isinstance(tokens, list))
+    return [text for tokens in lists for text in map(_text, tokens) if text]
 
 
 def _text(token: object) -> object:
@@ -97,65 +97,65 @@ def _text(token: object) -> object:
 def add_tokens(
     model: tokenizers.Tokenizer, settings: dict, path: Path
 ) -> tuple[int, dict[int, AddedToken]]:
-    """Add the tokens of the settings to the tokenizer of a file, and set the flags of tokens that it has.
+    """Add the tokens of the settings to the tokenizer of a file, and set the flags of its existing tokens.
 
     Returns one more than the highest id, and id -> token of the added tokens. Raises InputError on
     ids that are too high.
     """
     new = _set_flags(model, settings)
     tokens, added = {i: token for token, i in model.get_vocab().items()}, model.get_added_tokens_decoder()
-    # The library assigns consecutive ids from here. Fillers take the gaps below tokens with higher ids.
-    begin = max(model.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))
-    free = {i: token for i, token in new if i >= begin and i not in tokens}
-    last = max([*tokens, *free])
-    late = [token for i, token in new if free.get(i) is not token]
-    free |= dict(enumerate(late, last + 1))
-    tokens |= {i: token.content for i, token in free.items()}
+    # The library assigns consecutive ids from here on, so fillers take the unused ids.
+    first_free = max(model.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))
+    placed = {i: token for i, token in new if i >= first_free and i not in tokens}
+    highest = max([*tokens, *placed])
+    without_id = [token for i, token in new if placed.get(i) is not token]
+    placed |= dict(enumerate(without_id, highest + 1))
+    tokens |= {i: token.content for i, token in placed.items()}
     size, nonce = 1 + max(tokens), secrets.token_hex(8)
     if size - len(tokens) > MAX_GAPS:
         raise InputError(f"{path}: {len(tokens):,} tokens have ids up to {size - 1:,}; expected at most"
                          f" {MAX_GAPS:,} gaps")
-    fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, size))
-    model.add_tokens([free.get(i, filler) for i, filler in enumerate(fillers, begin)])
-    return size, added | free
+    fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(first_free, size))
+    model.add_tokens([placed.get(i, filler) for i, filler in enumerate(fillers, first_free)])
+    return size, added | placed
 
 
 def _set_flags(model: tokenizers.Tokenizer, settings: dict) -> list[tuple[int, AddedToken]]:
-    """Apply the flags of the settings to tokens of the file. Returns ids and tokens of the settings alone.
+    """Apply the flags of the settings to tokens of the file. Returns ids and tokens of the settings only.
 
-    A token is special if the file or the settings say so, or if the settings only name or list it. A new
-    token without an id gets -1. Lists do not change flags.
+    A token is special if the file or the settings say so, or if the settings only name or list it. The id of
+    a new token is -1 if the settings give none. Lists do not change flags.
     """
     known, changed, new = model.get_added_tokens_decoder(), [], []
     decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
     named = special_tokens_map(settings).values()
     for content in filter(None, dict.fromkeys((*decoder, *named, *listed_tokens(settings)))):
-        (i, given), at = decoder.get(content, (-1, None)), model.token_to_id(content)
-        old = known.get(at)
-        token = given or old or AddedToken(content, special=True)
+        (i, from_settings), known_id = decoder.get(content, (-1, None)), model.token_to_id(content)
+        old = known.get(known_id)
+        token = from_settings or old or AddedToken(content, special=True)
         token.special |= content in named or bool(old and old.special)
-        if at is None:
+        if known_id is None:
             new.append((i, token))
         elif token is old or repr(token) != repr(old):
             changed.append(token)
     model.add_tokens(changed)
-    return sorted(new, key=lambda found: found[0])
+    return sorted(new, key=lambda pair: pair[0])
 
 
 def decoder_of(model: tokenizers.Tokenizer, path: Path) -> tuple[bool, bool, bool]:
     """Return how the tokens of a tokenizer.json spell bytes.
 
-    Whether it is byte-level; whether <0xE2> stands for a byte; whether encoding puts a space before the first
-    word, which decoding removes. Raises InputError on a decoder of another kind.
+    Three values: whether it is byte-level; whether <0xE2> is a byte; whether encoding puts a space before the
+    first word, which decoding removes. Raises InputError on other decoders.
     """
     decoder = json.loads(model.decoder.__getstate__()) if model.decoder else {"decoders": []}
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
     byte_level = set(steps) == {"ByteLevel"}
-    known = byte_level or (
+    supported = byte_level or (
         steps and steps.keys() <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
-    if not known or steps.get("Replace", {}).get("pattern", {"String": SPACE}) != {"String": SPACE}:
-        kind = "+".join(steps) or "none"
-        raise InputError(f"{path}: decoder {kind} is neither byte-level nor sentencepiece's")
+    if not supported or steps.get("Replace", {}).get("pattern", {"String": SPACE}) != {"String": SPACE}:
+        name = "+".join(steps) or "none"
+        raise InputError(f"{path}: decoder {name} is neither byte-level nor sentencepiece's")
     prepend_scheme = steps.get("Metaspace", {}).get("prepend_scheme", "never")
     return byte_level, "ByteFallback" in steps, "Strip" in steps or prepend_scheme != "never"
 
@@ -168,19 +168,19 @@ class Template(NamedTuple):
 
 
 def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
-    """Return the chat templates of a folder, without and with tools; twice the same if it has only one.
+    """Return the chat templates of a folder, without and with tools; the same one twice if it has only one.
 
-    settings: of `tokenizer_settings`. Raises InputError if a file is damaged.
+    settings: see `tokenizer_settings`. Raises InputError if a file is damaged.
     """
-    own = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
-    file = folder / (own or "tokenizer_config.json")
+    file_name = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
+    file = folder / (file_name or "tokenizer_config.json")
     if file.suffix == ".jinja":
-        found = read_text(file)
+        content = read_text(file)
     else:
-        found = (read_json(file) if own else settings).get("chat_template")
-    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or an object of the same
-    named = {x["name"]: x["template"] for x in found} if isinstance(found, list) else found
-    by_name = named if isinstance(named, dict) else {"default": named}
+        content = (read_json(file) if file_name else settings).get("chat_template")
+    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or {name: template}
+    templates = {x["name"]: x["template"] for x in content} if isinstance(content, list) else content
+    by_name = templates if isinstance(templates, dict) else {"default": templates}
     text = by_name.get("default", next(iter(by_name.values()), None))
     for_tools = Template(by_name.get("tool_use", text), file)
     for name in TOOL_TEMPLATES:

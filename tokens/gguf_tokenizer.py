@@ -20,19 +20,19 @@ from tokens.files import Template
 from tokens.tokenizer import render_template
 from tokens.word_rules import GEMMA4, WORD_RULES, byte_level_bpe
 
-# The values of tokenizer.ggml.token_type, numbered as sentencepiece's pieces.
+# The values of tokenizer.ggml.token_type: those of sentencepiece's piece types. 0: undefined.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Control tokens in any model.
 CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
-# A marker is letters or digits between punctuation. Tags of reasoning and tool calls look the same, but are
-# text.
+# A marker, such as <|user|>, has letters or digits between punctuation. Tags of reasoning and tool calls look
+# the same, but are text.
 MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 TAG = re.compile(r"</?(?!(?:s|system|human|user|bot|assistant)>)([\w:-]+)>")
 # GGUF has no flags for control tokens that strip adjacent white space; model names imply them.
 STRIPPING = {  # pattern of "architecture model rule" -> sides; first match wins
     r"^phi3 .* dbrx$": ("lstrip", "rstrip"), r"^phi3|^phimoe|phi[ -]?3": ("rstrip",)}
 NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
-# Conversations that are rendered to find markers. A template may reject roles or their order.
+# Conversations to render in order to find markers. Several, as a template may reject roles or their order.
 PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (
     ("system",), ("user",), ("user", "assistant"), ("user", "assistant", "tool"))]
 
@@ -40,9 +40,9 @@ PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (
 def rebuild(fields: dict, folder: str | Path, where: str = "GGUF", added: str | None = None) -> bool:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
-    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
-    errors. added: a template that the caller will write. Returns False if there are no tokens. Raises
-    InputError if they are damaged, or of a type that cannot be rebuilt faithfully.
+    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: file name for
+    error messages. added: a chat template that the caller will write. Returns False if there are no tokens.
+    Raises InputError if they are damaged, or the tokenizer's type is not supported.
     """
     folder, prefix = Path(folder), "tokenizer.ggml."
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,21 +74,21 @@ def _stripping(names: str, metadata: dict) -> dict:
 def _types(metadata: dict, templates: list[str]) -> list[int]:
     """Return the type of each token.
 
-    GGUF writers are not consistent about control tokens. A token is one, whatever its type, if the metadata
-    names it as an end token, if it has a well-known name, or if it is a marker in a template. A token that
-    merges produce is a word. Tags in a template are text.
+    GGUF writers are not consistent about control tokens. A token of any type is a control token if it is an
+    end token of the metadata, has a well-known name, or is a marker in a template. A token that merges
+    produce is a word. Tags in a template are text.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
-    text, known = _written(templates), {*tokens}
+    text, vocabulary = _template_texts(templates), {*tokens}
     merged = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
-    # In vocabularies with HTML tags, </s> is a word if <s> is not the BOS token.
-    if (bos := metadata.get("bos_token_id")) is not None and "<s>" in known and tokens[bos] != "<s>":
+    # In vocabularies with HTML tags, </s> is a word unless <s> is the BOS token.
+    if (bos := metadata.get("bos_token_id")) is not None and "<s>" in vocabulary and tokens[bos] != "<s>":
         merged.add("</s>")
     names = CONTROL_NAMES - merged | {token for i, token in enumerate(tokens) if i in ends}
 
     def is_word(token: str) -> bool:
         halves = () if merged else ((token[:i], token[i:]) for i in range(1, len(token)))
-        return token in merged or any(known.issuperset(pair) for pair in halves)
+        return token in merged or any(vocabulary.issuperset(pair) for pair in halves)
 
     def type_of(token: str, type_: int) -> int:
         if token in names:
@@ -96,14 +96,14 @@ def _types(metadata: dict, templates: list[str]) -> list[int]:
         marker = MARKER.fullmatch(token.strip()) and token in text
         if marker and (type_ == USER_DEFINED or not is_word(token)):
             tag = TAG.fullmatch(token)
-            is_text = tag and (token in TAGS or known.issuperset((f"<{tag[1]}>", f"</{tag[1]}>")))
+            is_text = tag and (token in TAGS or vocabulary.issuperset((f"<{tag[1]}>", f"</{tag[1]}>")))
             return CONTROL if not is_text else USER_DEFINED if type_ in (0, NORMAL) else type_
-        return NORMAL if type_ == 0 or (type_ == UNUSED and token in merged) else type_  # 0: undefined
+        return NORMAL if type_ == 0 or (type_ == UNUSED and token in merged) else type_
 
     return list(map(type_of, tokens, metadata["token_type"]))
 
 
-def _written(templates: list[str]) -> str:
+def _template_texts(templates: list[str]) -> str:
     """Return the templates and rendered conversations: some templates compose markers from parts."""
     texts = list(templates)
     for template, probe in product(templates, PROBES):
@@ -131,20 +131,20 @@ def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
 
 
 def _write_bpe(metadata: dict, folder: Path) -> bool:
-    """Write the tokenizer.json of a BPE. Returns whether a text starts with BOS."""
+    """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
     name, tokens = metadata.get("pre"), metadata["tokens"]
     rules = {name: GEMMA4} if metadata["model"] == "gemma4" else WORD_RULES
     if name not in rules:
-        raise ValueError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
+        raise ValueError(f"tokenizer.ggml.pre {name!r} is not supported ({', '.join(WORD_RULES)} are)")
     rule = rules[name]
-    types = list(zip(tokens, metadata["token_type"], strict=True))
-    vocab = {token: i for i, (token, type_) in enumerate(types) if type_ != UNUSED}
-    # The two halves of a merge are spelled in the byte alphabet, which has no space.
+    typed = list(zip(tokens, metadata["token_type"], strict=True))
+    vocab = {token: i for i, (token, type_) in enumerate(typed) if type_ != UNUSED}
+    # Splitting is safe: merges are in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     model = byte_level_bpe(vocab, merges, rule)
-    # One call: the library rebuilds its index each time.
+    # A single call: each call rebuilds the library's index.
     model.add_tokens([AddedToken(token, special=type_ == CONTROL, normalized=False)
-                      for token, type_ in types if type_ in (CONTROL, USER_DEFINED)])
+                      for token, type_ in typed if type_ in (CONTROL, USER_DEFINED)])
     model.save(str(folder / "tokenizer.json"))
     return "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
 
@@ -155,8 +155,8 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
 
     tokens, types = metadata["tokens"], [*metadata["token_type"]]
     unknown = metadata.get("unknown_token_id", 0 if UNKNOWN not in types else types.index(UNKNOWN))
-    types[unknown] = UNKNOWN  # Gemma's is a control token, and the library wants one of this type
-    # llama.cpp writes user-defined runs of spaces (Gemma) as spaces; the library has its own sign for them.
+    types[unknown] = UNKNOWN  # Gemma's has type CONTROL; the library needs a piece of type UNKNOWN
+    # llama.cpp writes user-defined runs of spaces (Gemma) as spaces, sentencepiece as ▁.
     tokens = [token.replace(" ", "▁") if type_ == USER_DEFINED else token
               for token, type_ in zip(tokens, types)]
     pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=type_)

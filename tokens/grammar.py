@@ -18,15 +18,15 @@ from engine.sampling import Sampling
 from tokens.limits import LimitGuide, Limits, Pieces
 from tokens.tokenizer import Tokenizer
 
-# Small models that may write any amount of white space sometimes write nothing else.
+# Without this limit, small models sometimes generate nothing but white space.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 SCHEMA, GRAMMAR = "the JSON schema", "the grammar"
 ANY_OBJECT = '{"type": "object"}'
-MESSAGES = {  # patterns of llguidance's errors -> our wording
+MESSAGES = {  # pattern in llguidance's errors -> replacement
     r"Unimplemented keys: \[(.*)\]": r"\1 not supported", "Unknown format: (.*)": r"format \1 not supported",
-    "Unsatisfiable schema: ": "no text fits it: ", "Invalid type: (.*)": r"type \1 unknown",
+    "Unsatisfiable schema: ": "no output satisfies it: ", "Invalid type: (.*)": r"type \1 unknown",
     "regex parse error.*?error: ": "regular expression: ",
-    r"\n +\d+ \| .*": "",  # the line that it quotes
+    r"\n +\d+ \| .*": "",  # quoted lines of the grammar
 }
 MAX_SCHEMA_CHARS = 1 << 16  # characters of a schema or grammar
 
@@ -35,15 +35,15 @@ class Guide:
     """The tokens that a grammar allows next in a sequence. `Grammars.guide` makes one per request."""
 
     def __init__(self, matcher, stop_ids: frozenset[int], constraint: str):
-        """matcher: a `llguidance.LLMatcher`. stop_ids: those of its tokenizer."""
+        """matcher: an `llguidance.LLMatcher`. stop_ids: its tokenizer's. constraint: SCHEMA or GRAMMAR."""
         self._matcher, self._stop_ids, self._constraint = matcher, stop_ids, constraint
 
     @property
     def error(self) -> str | None:
-        """Why the output can no longer match the grammar, on one line; None if it can."""
+        """The reason, on one line, why the output can no longer match the grammar; None if it can."""
         if not self._matcher.is_error():
             return None
-        return f"{self._constraint} cannot be followed ({one_line(self._matcher.get_error())})"
+        return f"{self._constraint} cannot be satisfied ({one_line(self._matcher.get_error())})"
 
     def advance(self, ids: Iterable[int]) -> None:
         """Append committed ids."""
@@ -51,10 +51,10 @@ class Guide:
             self._matcher.consume_token(token)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
-        """Fill `into` [T, words] int32 with one bit per id: set if the id may follow that node of a tree.
+        """Write to `into` [T, ceil(V / 32)] int32 a bit per id: 1 if it may follow that node of a tree.
 
         tokens, parent: the nodes, each after its parent; the first is the root. Rows of nodes that the
-        grammar forbids, and of nodes after the end, are unused and do not change.
+        grammar forbids, and of nodes after a stop id, are not written.
         """
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
@@ -66,7 +66,7 @@ class Guide:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for child in children[node]:
             token = tokens[child]
-            if token in self._stop_ids:  # a matcher that has stopped cannot go back
+            if token in self._stop_ids:  # a stopped matcher cannot roll back
                 continue
             if row[token // 32] >> (token % 32) & 1 and self._matcher.consume_token(token):
                 self._descend(child, tokens, children, into)
@@ -74,9 +74,9 @@ class Guide:
 
 
 def grammar_of(text: str, tokenizer=None, constraint: str = SCHEMA) -> str:
-    """Return llguidance's form of a JSON schema or grammar. Raises InputError if it cannot be used.
+    """Convert a JSON schema or grammar to llguidance's format. Raises InputError if it is invalid.
 
-    tokenizer: a `llguidance.LLTokenizer`; without one, everything is checked that does not depend on it.
+    tokenizer: an `llguidance.LLTokenizer`; None: skip the checks that need one.
     """
     from llguidance import LLMatcher  # few requests need it
     from llguidance.gbnf_to_lark import any_to_lark
@@ -105,7 +105,7 @@ def _explained(problem: str) -> str:
 
 
 def grammar_of_choices(choices: Iterable[str]) -> str:
-    """Return the grammar of one of these texts."""
+    """Return a grammar that allows exactly these texts."""
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
 
 
@@ -116,14 +116,14 @@ def grammar_of_regex(pattern: str) -> str:
     return f"start: /{escaped}/"
 
 
-def read_schema(given: str | None) -> str:
-    """Return a JSON schema, given inline or as a file; None: that of any object.
+def read_schema(option: str | None) -> str:
+    """Return a JSON schema, passed inline or as a file; None: that of any object.
 
-    Raises InputError as `grammar_of`.
+    Raises InputError like `grammar_of`.
     """
-    given = given or ANY_OBJECT
-    inline = given.lstrip().startswith(("{", "[", '"'))
-    schema = given if inline else json.dumps(read_json(given))
+    option = option or ANY_OBJECT
+    is_inline = option.lstrip().startswith(("{", "[", '"'))
+    schema = option if is_inline else json.dumps(read_json(option))
     grammar_of(schema)
     return schema
 
@@ -131,36 +131,35 @@ def read_schema(given: str | None) -> str:
 class Grammars:
     """Makes guides for a tokenizer.
 
-    vocabulary: number of ids of the model; ids without bytes are never allowed. stop_ids: allowed where the
-    grammar may end.
+    vocab_size: the model's; ids without bytes are never allowed. stop_ids: allowed where the grammar may end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: list[int]):
-        self._tokenizer, self._vocabulary, self._stop_ids = tokenizer, vocabulary, stop_ids
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: list[int]):
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
 
     @cached_property
     def _wrapped(self):
         """The tokenizer, adapted to llguidance."""
         import llguidance  # few requests need it
 
-        tokenizer, vocabulary, stop_ids = self._tokenizer, self._vocabulary, self._stop_ids
+        tokenizer, vocab_size, stop_ids = self._tokenizer, self._vocab_size, self._stop_ids
 
         class Wrapped:
             """Adapter for llguidance's TokenizerWrapper."""
 
             eos_token_id, bos_token_id = stop_ids[0], tokenizer.bos_id
-            tokens = tuple(map(tokenizer.piece_or_name, range(vocabulary)))
-            special_token_ids = tuple(i for i in tokenizer.control.values() if i < vocabulary)
+            tokens = tuple(map(tokenizer.piece_or_name, range(vocab_size)))
+            special_token_ids = tuple(i for i in tokenizer.control.values() if i < vocab_size)
 
             def __call__(self, text: bytes | str) -> list[int]:
                 return tokenizer.encode(text if isinstance(text, str) else text.decode(), bos=False)
 
         wrapped = llguidance.TokenizerWrapper(Wrapped())
-        return llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=stop_ids)
+        return llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=stop_ids)
 
     @cached_property
     def _pieces(self) -> Pieces:
-        return Pieces(self._tokenizer, self._vocabulary)
+        return Pieces(self._tokenizer, self._vocab_size)
 
     def guide_of(self, sampling: Sampling) -> Guide | LimitGuide:
         """Return the guide of a request. Raises InputError if no output can match it."""
@@ -172,10 +171,11 @@ class Grammars:
         if not isinstance(limits, Limits):
             raise InvalidValue("limits", limits, "a tokens.limits: Limits")
         if limits.min_tokens > sampling.max_new_tokens:
-            raise InputError(f"min_tokens {limits.min_tokens}: at most {sampling.max_new_tokens} may come")
+            most = sampling.max_new_tokens
+            raise InputError(f"min_tokens {limits.min_tokens}: must be at most max_tokens, {most}")
         if limits.grammar is not None:
             if guide:
-                raise InputError("a JSON schema and a grammar: give one of them")
+                raise InputError("a JSON schema and a grammar: pass only one of them")
             guide = self.guide(limits.grammar, GRAMMAR)
         return LimitGuide(self._pieces, self._stop_ids, limits, guide)
 
@@ -189,8 +189,8 @@ class Grammars:
         if matcher.is_error():
             raise InputError(f"{constraint} cannot be used: {_explained(matcher.get_error())}")
         guide = Guide(matcher, frozenset(self._stop_ids), constraint)
-        # Some schemas, such as one that refers to itself alone, fail only here.
-        guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))
+        # Some schemas, such as {"$ref": "#"}, fail only at the first mask.
+        guide.mask([0], [0], np.empty((1, -(-self._vocab_size // 32)), np.int32))
         if guide.error:
-            raise InputError(f"{guide.error}; no text fits one that refers to itself alone")
+            raise InputError(f"{guide.error}; a schema that is only a reference to itself matches no output")
         return guide

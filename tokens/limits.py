@@ -11,7 +11,7 @@ import numpy as np
 
 from tokens.tokenizer import Tokenizer
 
-PAST = b"\xff"  # sorts after all bytes of UTF-8
+AFTER_UTF8 = b"\xff"  # sorts after all bytes of UTF-8
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,26 @@ class Limits:
 
 
 class Pieces:
-    """The bytes of all tokens, and masks [V/32] int32 of the tokens that complete a word."""
+    """The bytes of all tokens, and masks [ceil(V / 32)] int32 of the tokens that complete a word."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int):
-        self.piece, self._size = tokenizer.piece, -(-vocabulary // 32) * 32
-        self._sorted = sorted((self.piece(i), i) for i in range(vocabulary))
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self.piece, self._size = tokenizer.piece, -(-vocab_size // 32) * 32
+        self._sorted = sorted((self.piece(i), i) for i in range(vocab_size))
         self.completing = lru_cache(1024)(self._completing)
 
     def bits(self, ids: Iterable[int]) -> np.ndarray:
         """Return the mask of these ids."""
-        found = np.zeros(self._size, bool)
-        found[[i for i in ids if i < self._size]] = True
-        return np.packbits(found, bitorder="little").view(np.int32)
+        allowed = np.zeros(self._size, bool)
+        allowed[[i for i in ids if i < self._size]] = True
+        return np.packbits(allowed, bitorder="little").view(np.int32)
 
-    def _completing(self, word: bytes, given: int) -> np.ndarray:
-        """Return the mask of tokens that complete a word after its first `given` bytes."""
-        rest = word[given:]
-        if not given:  # the token contains the whole word
+    def _completing(self, word: bytes, matched: int) -> np.ndarray:
+        """Return the mask of tokens that complete a word whose first `matched` bytes are generated."""
+        rest = word[matched:]
+        if not matched:  # the token contains the whole word
             return self.bits(i for piece, i in self._sorted if word in piece)
-        begin, end = (bisect_left(self._sorted, (key,)) for key in (rest, rest + PAST))
-        return self.bits(i for _, i in self._sorted[begin:end])
+        start, end = (bisect_left(self._sorted, (key,)) for key in (rest, rest + AFTER_UTF8))
+        return self.bits(i for _, i in self._sorted[start:end])
 
 
 class LimitGuide:
@@ -57,41 +57,41 @@ class LimitGuide:
 
     def __init__(self, pieces: Pieces, stop_ids: Collection[int], limits: Limits, inner=None):
         self._pieces, self._inner = pieces, inner
-        self._at_least = math.inf if limits.ignore_eos else limits.min_tokens
+        self._min_tokens = math.inf if limits.ignore_eos else limits.min_tokens
         self._stops = pieces.bits({*stop_ids, *limits.stop_token_ids})
         self._words = [word.encode() for word in limits.bad_words]
         self._longest = max(map(len, self._words), default=1)
-        self._end = 0, b""  # number of tokens, and the last bytes
+        self._output_tail = 0, b""  # (number of tokens, their last bytes)
 
     @property
     def error(self) -> str | None:
-        """As `tokens.grammar: Guide.error`."""
+        """See `tokens.grammar: Guide.error`."""
         return self._inner and self._inner.error
 
-    def _after(self, end: tuple[int, bytes], token: int) -> tuple[int, bytes]:
-        return end[0] + 1, (end[1] + self._pieces.piece(token))[-self._longest :]
+    def _append(self, tail: tuple[int, bytes], token: int) -> tuple[int, bytes]:
+        return tail[0] + 1, (tail[1] + self._pieces.piece(token))[-self._longest :]
 
     def advance(self, ids: Iterable[int]) -> None:
-        """As `tokens.grammar: Guide.advance`."""
+        """See `tokens.grammar: Guide.advance`."""
         for token in ids:
-            self._end = self._after(self._end, token)
+            self._output_tail = self._append(self._output_tail, token)
         if self._inner:
             self._inner.advance(ids)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
-        """As `tokens.grammar: Guide.mask`. A limit that would leave no token is ignored."""
+        """See `tokens.grammar: Guide.mask`. A limit that would leave no token is ignored."""
         into[: len(tokens)] = -1
         if self._inner:
             self._inner.mask(tokens, parent, into)
-        ends = [self._end]
+        tails = [self._output_tail]
         for node, row in enumerate(into[: len(tokens)]):
             if node:
-                ends.append(self._after(ends[parent[node]], tokens[node]))
-            count, text = ends[node]
-            left = row & ~self._stops if count < self._at_least else row
+                tails.append(self._append(tails[parent[node]], tokens[node]))
+            count, text = tails[node]
+            allowed = row & ~self._stops if count < self._min_tokens else row
             for word in self._words:
-                for given in range(len(word)):
-                    if text.endswith(word[:given]):
-                        left = left & ~self._pieces.completing(word, given)
-            if left.any():
-                row[:] = left
+                for matched in range(len(word)):
+                    if text.endswith(word[:matched]):
+                        allowed = allowed & ~self._pieces.completing(word, matched)
+            if allowed.any():
+                row[:] = allowed

@@ -13,24 +13,26 @@ from common.errors import InputError
 from common.schema import ABSENT, InvalidValue
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # content parts
+TEXT_KEYS = {  # type of a content part -> key of its text
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 ROLES = {"developer": "system", "function": "tool"}  # other names -> those of templates
 
 
-def _refuse(name: str):
+def _reject_constant(name: str):
     raise ValueError(f"{name} is not JSON")
 
 
 CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
-TAG = "\ue000end of the message\ue001 "  # ends in a space, to detect templates that trim messages
-JSON = json.JSONDecoder(parse_constant=_refuse, strict=False)  # accept line breaks in strings
+# The space at its end detects templates that trim messages.
+END_MARKER = "\ue000end of the message\ue001 "
+JSON = json.JSONDecoder(parse_constant=_reject_constant, strict=False)  # accept line breaks in strings
 
 
 class Arguments(dict):
-    """Arguments of a tool call: a dictionary that acts as its JSON string where a template expects one."""
+    """Arguments of a tool call: a dictionary that works as its JSON string where templates expect one."""
 
-    def __init__(self, found: dict, text: str):
-        super().__init__(found)
+    def __init__(self, arguments: dict, text: str):
+        super().__init__(arguments)
         self._text = text
 
     def changed(self, change: Callable) -> Arguments:
@@ -67,48 +69,49 @@ def normalize_chat(messages: Iterable[dict], variables: dict) -> tuple[list[dict
         if variables.get(GENERATION):
             raise InputError(f"{CONTINUE} and {GENERATION}: cannot both be true; set one of them")
         variables = {**variables, CONTINUE: continues, GENERATION: False}
-        messages[-1:] = [{key: value for key, value in last.items() if key != "prefix"}] * bool(messages)
+        if messages:
+            messages[-1] = {key: value for key, value in last.items() if key != "prefix"}
     return normalize(messages), variables
 
 
 def render(template, context: dict, messages: list[dict]) -> str:
-    """Render a jinja template. Content may be null; the last message may be left open, to be continued.
+    """Render a jinja template. The last message may be left open, to be continued.
 
-    Null becomes "" where the template fails on it or prints None.
+    Null content becomes "" if the template fails on it or prints None.
     """
     if not (field := context.pop(CONTINUE, False)):
         return _render(template, context, messages)
     field = field if isinstance(field, str) else "content"
-    given = messages[-1].get(field) if messages else None
-    if not isinstance(given, str):
+    text = messages[-1].get(field) if messages else None
+    if not isinstance(text, str):
         raise InputError(f"{CONTINUE}: the last message has no {field}")
-    tagged = dict.fromkeys(REASONING_KEYS if field in REASONING_KEYS else [field], given + TAG)
-    rendered = _render(template, context, [*messages[:-1], messages[-1] | tagged])
-    if (at := rendered.rfind(TAG.rstrip())) < 0 or given.strip() not in rendered:
+    marked = dict.fromkeys(REASONING_KEYS if field in REASONING_KEYS else [field], text + END_MARKER)
+    rendered = _render(template, context, [*messages[:-1], messages[-1] | marked])
+    if (end := rendered.rfind(END_MARKER.rstrip())) < 0 or text.strip() not in rendered:
         raise InputError(f"{CONTINUE}: this chat template changes the last message")
-    # If the tag has lost its space, the template trims messages.
-    return rendered[:at] if rendered.startswith(TAG, at) else rendered[:at].rstrip()
+    # If the marker has lost its space, the template trims messages.
+    return rendered[:end] if rendered.startswith(END_MARKER, end) else rendered[:end].rstrip()
 
 
 def _render(template, context: dict, messages: list[dict]) -> str:
-    def of(messages: list[dict]) -> str:
+    def render_all(messages: list[dict]) -> str:
         return template.render({**context, "messages": messages})
 
     filled = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
     try:
-        found = of(messages)
+        rendered = render_all(messages)
     except Exception:  # a template can raise anything
         if filled == messages:
             raise
-        return of(filled)
+        return render_all(filled)
     if filled != messages:
         with contextlib.suppress(Exception):
-            return min(found, of(filled), key=lambda text: text.count("None"))
-    return found
+            return min(rendered, render_all(filled), key=lambda text: text.count("None"))
+    return rendered
 
 
 def normalize(messages: Iterable[dict]) -> list[dict]:
-    """Return messages in the format of templates, without null values except content with tool calls.
+    """Return messages in the format of templates. Null values are removed, except content next to tool calls.
 
     Raises InputError on content that is missing or not text.
     """
@@ -118,17 +121,17 @@ def normalize(messages: Iterable[dict]) -> list[dict]:
 
 def _normalize(message: dict, index: int) -> dict:
     calls, role, reasoning = message.get("tool_calls"), message.get("role"), reasoning_of(message)
-    if message.get("images"):  # Ollama's form
+    if message.get("images"):  # Ollama's format
         raise InputError("messages: 'images' is not text; only text is supported")
-    if isinstance(message.get("function_call"), dict):  # OpenAI's older form
+    if isinstance(message.get("function_call"), dict):  # OpenAI's deprecated format
         calls = calls or [{"type": "function", "function": message.pop("function_call")}]
     content = message.get("content", message.get("refusal"))
     if content is None and not (calls or reasoning):
         raise InvalidValue(f"messages.{index}.content", ABSENT, "a text or tool_calls")
     text = {"content": None} if content is None and calls else content_of(content or "")
-    found = message | text | reasoning
-    found |= {"role": ROLES.get(role, role), "tool_calls": [*map(_with_arguments, calls or ())]}
-    return found if calls else {key: value for key, value in found.items() if key != "tool_calls"}
+    normalized = message | text | reasoning
+    normalized |= {"role": ROLES.get(role, role), "tool_calls": [*map(_with_arguments, calls or ())]}
+    return normalized if calls else {key: value for key, value in normalized.items() if key != "tool_calls"}
 
 
 def content_of(content: str | list) -> dict[str, str]:
@@ -142,7 +145,7 @@ def content_of(content: str | list) -> dict[str, str]:
         if part_type in ("thinking", "reasoning"):
             reasoning.append(content_of(part.get("thinking", part.get("text")))["content"])
             continue
-        text = part.get(TEXTS[part_type]) if part_type in TEXTS else part
+        text = part.get(TEXT_KEYS[part_type]) if part_type in TEXT_KEYS else part
         if not isinstance(text, str):
             raise InputError(f"messages: {part_type or text!r:.60} is not text; only text is supported")
         texts.append(text)
@@ -151,27 +154,27 @@ def content_of(content: str | list) -> dict[str, str]:
 
 def reasoning_of(message: dict) -> dict[str, str]:
     """Return the reasoning of a message under all names that templates read; {} if it has none."""
-    details = message.get("reasoning_details")  # of OpenRouter: a list of parts
+    details = message.get("reasoning_details")  # OpenRouter's: a list of parts
     details = details if isinstance(details, list) else []
     parts = [part.get("text") for part in details if isinstance(part, dict)]
-    given = (*map(message.get, REASONING_KEYS), "".join(text for text in parts if isinstance(text, str)))
-    found = next((text for text in given if text and isinstance(text, str)), None)
-    return dict.fromkeys(REASONING_KEYS, found) if found else {}
+    candidates = (*map(message.get, REASONING_KEYS), "".join(text for text in parts if isinstance(text, str)))
+    reasoning = next((text for text in candidates if text and isinstance(text, str)), None)
+    return dict.fromkeys(REASONING_KEYS, reasoning) if reasoning else {}
 
 
-def arguments_of(given: object) -> object:
+def arguments_of(value: object) -> object:
     """Return tool call arguments (a dictionary, JSON or empty) as `Arguments`; anything else unchanged."""
-    found = given
-    while isinstance(found, str):
+    parsed = value
+    while isinstance(parsed, str):
         try:
-            found = JSON.decode(found) if found.strip() else None
+            parsed = JSON.decode(parsed) if parsed.strip() else None
         except (ValueError, RecursionError):
-            return given
-    found = {} if found in (None, []) else found
-    if not isinstance(found, dict):
-        return given
-    is_text = isinstance(given, str) and given.strip() and JSON.decode(given) == found
-    return Arguments(found, given if is_text else json.dumps(found, ensure_ascii=False))
+            return value
+    parsed = {} if parsed in (None, []) else parsed
+    if not isinstance(parsed, dict):
+        return value
+    is_text = isinstance(value, str) and value.strip() and JSON.decode(value) == parsed
+    return Arguments(parsed, value if is_text else json.dumps(parsed, ensure_ascii=False))
 
 
 def _with_arguments(call: object) -> object:

@@ -2,8 +2,8 @@
 
 Control tokens spelled in chat messages are encoded as plain text, see `tokens.masking`.
 
-Decoding is a table lookup: each id has its bytes, a control token none. A stream needs only an incremental
-UTF-8 decoder: constant work per token.
+Decoding is a table lookup of each id's bytes; control tokens have none. A stream is an incremental UTF-8
+decoder: constant work per token.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from extensions import MASKED_CHAT, STOP_TEXTS, TOKENIZER_FILES, load
 from tokens import files
 from tokens.files import Template
 
-# Texts are encoded one at a time. A thread pool would take cores from decoding and breaks after a fork.
+# Texts are encoded one at a time; a thread pool would compete with decoding and breaks after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -42,7 +42,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 def byte_alphabet() -> dict[str, int]:
     """Return character -> byte of byte-level BPE (GPT-2, https://github.com/openai/gpt-2, encoder.py).
 
-    Visible Latin-1 characters stand for themselves, U+0100 and up for the other bytes.
+    Bytes of visible Latin-1 characters map to these, the others to U+0100 and up.
     """
     visible = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b]
     others = sorted({*range(256)} - {*visible})
@@ -63,12 +63,12 @@ class JsonBackend:
     """A tokenizer of the `tokenizers` library.
 
     size: one more than the highest id
-    added: id -> `AddedToken`, tokens beside the vocabulary; those with `special` are control tokens
-    special_tokens_map: "bos_token" -> "<s>", ..., for names that the settings lack
-    bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
+    added: id -> `AddedToken`; those with `special` are control tokens
+    special_tokens_map: "bos_token" -> "<s>", ...; the settings override it
+    bos_id: the id of BOS, or None
+    adds_bos: whether encoding prepends BOS by default
     strips_space: see `tokens.files.decoder_of`
-    id_of: token -> its id, None if there is no such token
-
+    id_of: token -> its id, or None
     control: text -> id of every control token
     """
 
@@ -76,7 +76,7 @@ class JsonBackend:
         model = model or tokenizers.Tokenizer.from_file(str(path))
         self._without_special = model
         self.size, self.added = files.add_tokens(model, settings, path)
-        model.no_truncation()  # some files carry the settings of their training
+        model.no_truncation()  # some files have training settings
         model.no_padding()
         probe = model.encode("a")
         self.adds_bos = probe.special_tokens_mask[:1] == [1]
@@ -98,7 +98,7 @@ class JsonBackend:
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text. parse_special: see `Tokenizer.encode`."""
-        # The fast form makes no offsets, which cost as much as the rest and 40 bytes per byte of text.
+        # The fast variant skips offsets, which would double the time and take 40 bytes per byte of text.
         model = self._with_special if parse_special else self._without_special
         return model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
@@ -114,16 +114,16 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
     vocab_size: one more than the highest id. Ids may be unused; a model's embedding may have more rows.
-    bos_id: the id of BOS, None if there is no such token.
-    adds_bos: whether plain text starts with BOS.
+    bos_id: the id of BOS, or None.
+    adds_bos: whether encoding prepends BOS to plain text.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
-    template, tool_template: the chat templates without and with tools, often one; has_template: whether
-    `chat` works.
+    template, tool_template: the chat templates without and with tools, often the same.
+    has_template: whether `chat` works.
     control: text -> id of every control token.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
-    Nothing changes after loading, so threads may share a tokenizer, but not a `TextStream`.
+    It is immutable, so threads may share it; a `TextStream` must not be shared.
     """
 
     def __init__(self, folder: Path, encoder: str):
@@ -162,9 +162,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Return the token ids of a text.
 
-        bos: put BOS in front, if the model wants one and the text does not start with it.
-        parse_special: encode special tokens in the text as such; true for texts that are written
-        for the model, such as a raw prompt or a rendered chat template.
+        bos: prepend BOS if `adds_bos`, unless the text starts with it.
+        parse_special: parse control tokens in the text; for raw prompts and rendered chat templates.
         Raises InputError if the library fails.
         """
         text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
@@ -179,18 +178,19 @@ class Tokenizer:
     def chat(self, messages: list[dict], **variables) -> list[int]:
         """Apply the chat template and return the token ids, ending with the generation prompt.
 
-        messages: {"role", "content"} dictionaries, see `tokens.messages.normalize`. Only the
-        template adds BOS. It gets `variables`, such as `enable_thinking`, or `add_generation_prompt=False`
-        for a conversation that ends with an answer. `continue_final_message=True`, or "prefix": true in the
-        last message, cuts the text after that message. Nothing in messages or variables becomes a control
-        token. Raises InputError if there is no template, it rejects the messages, or a content is not text.
+        messages: {"role", "content"} dictionaries, see `tokens.messages.normalize`. variables: passed to the
+        template, such as `enable_thinking`, or `add_generation_prompt=False` if the last message is an
+        answer. BOS is added only by the template. With `continue_final_message=True`, or "prefix": true in
+        the last message, the text ends after that message. Control tokens in messages and variables are
+        encoded as text. Raises InputError if there is no template, it rejects the messages, or a content is
+        not text.
         """
         if variables or not all(map(self._is_plain, messages)):
             return self._masked_chat.encode(messages, variables)
         return self.encode(self.render(messages), bos=False, parse_special=True)
 
     def _is_plain(self, message: dict) -> bool:
-        """Return whether templates take a message as it is, and it spells no part of a control token."""
+        """Return whether a message needs neither normalization nor masking of control tokens."""
         if message.keys() != PLAIN_KEYS or message["role"] not in ROLES:
             return False
         content = message["content"]
@@ -201,7 +201,7 @@ class Tokenizer:
         return load(MASKED_CHAT)(self, self._backend)
 
     def render(self, messages: list[dict], **variables) -> str:
-        """Return the text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
+        """Return the text of a conversation, including control tokens. Raises InputError like `chat`."""
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         template = self._templates[bool(variables.get("tools"))]
@@ -213,11 +213,11 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def stream(self, shown: Collection[int] = (), continues: bool = False) -> TextStream:
-        """Return a decoder that takes ids as they come. See `TextStream`."""
+        """Return an incremental decoder, see `TextStream`."""
         return TextStream(self, shown, continues)
 
     def output_stream(self, sampling, shown: Collection[int] = (), continues: bool = False):
-        """Return a `TextStream`, or a `tokens.stops.StopStream` if stop texts or limits may end it."""
+        """Return a `TextStream`, or a `tokens.stops.StopStream` if there are stop strings or limits."""
         stream, stops, limits = self.stream(shown, continues), sampling.stop, sampling.limits
         return load(STOP_TEXTS).StopStream(stream, stops, limits) if stops or limits else stream
 
@@ -235,14 +235,14 @@ class Tokenizer:
 class TextStream:
     """Incremental decoder: push ids, get the text that they complete.
 
-    The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
-    `Tokenizer`. shown: ids of special tokens to write out by name. continues: the output continues a text:
-    keep its first space.
+    The concatenated texts of all pushes and of the flush equal `Tokenizer.decode`. control, piece: see
+    `Tokenizer`. shown: ids of control tokens to show by name. continues: the output continues a text, so
+    keep its leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = (), continues: bool = False):
         self.control, self._tokenizer, self._shown = tokenizer.control, tokenizer, shown
-        # The space that encoding put before the first word.
+        # Remove the space that encoding puts before the first word.
         self._strip = tokenizer.strips_space and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -258,13 +258,13 @@ class TextStream:
         return self._utf8.decode(data)
 
     def emit(self, ids: list[int]) -> tuple[str, int, str | int | None]:
-        """Return the text that ids complete, the number of ids that count, and the stop text or id that ended
-        it: none here, see `tokens.stops.StopStream`.
+        """Return the text that ids complete, the number of ids used, and the stop string or stop id that was
+        found: None here, see `tokens.stops.StopStream`.
         """
         return self.push(ids), len(ids), None
 
     def flush(self) -> str:
-        """Return the end of the text: U+FFFD for an incomplete character, else nothing."""
+        """Return the end of the text: U+FFFD for an incomplete character, otherwise ""."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -279,8 +279,8 @@ def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
 PLAIN_KEYS, ROLES = {"role", "content"}, ("system", "user", "assistant")
 
 def render_template(template: Template, messages: list[dict], variables: dict) -> str:
-    """Return the text of a conversation. Raises InputError if the template is damaged or refuses it."""
-    # Templates test for tools and documents, so these must be defined.
+    """Return the text of a conversation. Raises InputError if the template is invalid or rejects it."""
+    # Templates read these variables, so they must be defined.
     context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
         compiled = _compile(template.text)
@@ -307,7 +307,7 @@ class _Generation(Extension):
 def _compile(template: str) -> jinja2.Template:
     tags = ["jinja2.ext.loopcontrols", _Generation]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=tags)
-    environment.filters["tojson"] = _tojson  # jinja's own escapes <, > and & for HTML
+    environment.filters["tojson"] = _tojson  # jinja's default escapes <, > and &
     environment.globals.update(raise_exception=_raise, strftime_now=lambda fmt: datetime.now().strftime(fmt))
     return environment.from_string(template)
 

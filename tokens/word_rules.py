@@ -15,12 +15,12 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 
 class WordRule(NamedTuple):
-    """A way to cut a text into words before the merges run.
+    """How a text is split into words before merging.
 
-    steps: pre-tokenizers, in order; the last spells bytes. []: see `GEMMA4`.
-    nfc: whether the text is brought to Unicode's normal form C first.
-    ignore_merges: whether a word of the vocabulary is taken in one piece, whatever the merges say.
-    add_bos: whether a text starts with BOS unless the file says otherwise.
+    steps: pre-tokenizers, in order; the last maps bytes to characters. []: see `GEMMA4`.
+    nfc: normalize the text to Unicode NFC first.
+    ignore_merges: a word in the vocabulary is one token, regardless of merges.
+    add_bos: default of add_bos_token.
     """
 
     steps: list
@@ -30,7 +30,7 @@ class WordRule(NamedTuple):
 
 
 def _rules() -> dict[str, WordRule]:
-    """Read word_rules.json. cuts: patterns, in turn. digits: cut at each. words: GPT-2's pattern."""
+    """Read word_rules.json. cuts: patterns to split by. digits: split digits. words: GPT-2's pattern."""
     rules = {}
     for names, row in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
         steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in row.pop("cuts", ())]
@@ -42,15 +42,15 @@ def _rules() -> dict[str, WordRule]:
 
 
 WORD_RULES = _rules()
-GEMMA4 = WordRule([], add_bos=True)  # merges run over whole texts, in characters, with ▁ for a space
+GEMMA4 = WordRule([], add_bos=True)  # no pre-tokenization; characters instead of bytes, with ▁ for a space
 
 
 def byte_level_bpe(
     vocab: dict[str, int], merges: list[tuple[str, str]], rule: WordRule, prefix_space: bool = False
 ) -> tokenizers.Tokenizer:
-    """Make a tokenizer. Merges are in the byte alphabet (but `GEMMA4`'s). Raises the library's errors.
+    """Build a tokenizer. Merges are in the byte alphabet, except `GEMMA4`'s. Raises the library's errors.
 
-    prefix_space: put a space before a text that begins with none.
+    prefix_space: put a space before a text that does not start with one.
     """
     if not rule.steps:
         bpe = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -60,9 +60,9 @@ def byte_level_bpe(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
         return model
     model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
-    model.normalizer, (*cuts, spell) = normalizers.NFC() if rule.nfc else None, rule.steps
+    model.normalizer, (*cuts, byte_level) = normalizers.NFC() if rule.nfc else None, rule.steps
     if prefix_space:
-        spell = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=spell.use_regex)
-    model.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=byte_level.use_regex)
+    model.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     model.decoder = decoders.ByteLevel()
     return model

@@ -33,7 +33,7 @@ class Tiles {
     if (rows) release_tiles();
   }
   void shape(int new_rows) {
-    if (rows == new_rows) return;  // reshaping takes as long as some products
+    if (rows == new_rows) return;  // reconfiguring tiles takes as long as some products
     rows = new_rows;
     TileShapes shapes;
     for (int t = 0; t < 8; t++) {
@@ -91,7 +91,7 @@ void tiled_rows(const uint32_t* a, int64_t row_stride, const char* b, int64_t wo
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
 
-// `Columns::unpack` to signed bytes.
+// Call `Columns::unpack` and convert to signed bytes.
 template <class Columns>
 inline void load_signed(const char* p, Words* columns) {
   typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
@@ -200,7 +200,7 @@ template <class Columns, int HALVES, class S>
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
       add_steps<HALVES, Dot::BYTES, Columns>(from, row_stride * sizeof(uint32_t), p, count, next);
     }
-    // Scale a part's sums during the next part's products: a stored tile can be read only much later.
+    // Scale a part's sums during the next part's products: loads of a stored tile have a high latency.
     store_sums<HALVES>(of_part + part % 2 * ALL);
     if (part) scale_part(part - 1);
   }

@@ -31,12 +31,12 @@ inline void rotate_head(const Value<E>* head, const float* cosine, const float* 
   }
 }
 
-// Integer sums are exact in any order, so int8 products may run on AMX or on vectors. From this number of rows on AMX
+// Integer sums are exact in any order, so int8 products may use AMX or vectors. From this number of rows on, AMX
 // is faster.
 constexpr int MIN_AMX_ROWS = 8;
 #ifdef TILES
 template <class X>
-constexpr Dot DOT = std::is_same_v<X, Int8Keys>     ? Dot::UNSIGNED_B  // has BYTE_OFFSET
+constexpr Dot DOT = std::is_same_v<X, Int8Keys>     ? Dot::UNSIGNED_B  // keys are stored with BYTE_OFFSET
                     : std::is_same_v<X, Int8Values> ? Dot::UNSIGNED_A
                                                     : Dot::PAIRS;
 #endif
@@ -61,7 +61,7 @@ struct Attention {
   Attention(int64_t hd, int64_t padded, const Groups& groups, const AttentionLayer& layer)
       : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), group_rows(groups.size),
         window(layer.window), cap(layer.cap) {
-    std::fill_n(&scores[group_rows * SCORES], ROWS * SCORES, 0.0f);  // rows beyond the last are read, see `DtypeKV`
+    std::fill_n(&scores[group_rows * SCORES], ROWS * SCORES, 0.0f);  // products read rows beyond the last, see `DtypeKV`
   }
 
   bool fills_amx_tile(int rows) const { return rows == group_rows && rows >= MIN_AMX_ROWS; }
@@ -71,7 +71,7 @@ struct Attention {
     float* to = &scores[row * SCORES + at];
 #ifdef TILES
     if (TILED<Keys> || (INTEGER_AMX<Keys> && fills_amx_tile(rows) && stored.words % TILE_WORDS == 0))
-      // Overwrites the rows that follow; they are computed later.
+      // Also overwrites following rows, which are computed later.
       return tiled_rows<DOT<Keys>>(stored.query_rows(group, row), stored.words, tile, stored.words, false, to, SCORES,
                                    next_keys);
 #endif
@@ -173,8 +173,8 @@ struct Attention {
   }
 };
 
-// All between wqkv and wo of one layer: rotate queries (into `rotated`) and keys, write the cache, attend. qkv [B*T,
-// width], rotated and out [B*T, heads*hd].
+// Everything between wqkv and wo of one layer: rotate queries (into `rotated`) and keys, write the cache, attend.
+// qkv [B*T, width], rotated and out [B*T, heads*hd].
 template <class Stored, class E, class Out>
 void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const AttentionLayer& layer,
                     Value<E>* rotated, Value<Out>* out) {
@@ -216,7 +216,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
   const int64_t end = first_item(team.thread + 1);
   for (int64_t item = first_item(team.thread), before = -1; item < end; item++) {
     const int64_t unit = item / blocks, block = item % blocks, b = unit / kv_heads, kv = unit % kv_heads;
-    const bool owns_first = item - block >= first_item(team.thread);  // the unit's first block is this thread's
+    const bool owns_first = item - block >= first_item(team.thread);  // this thread has the unit's first block
     if (unit != before)
       for (int64_t g = 0; g < groups.count; g++)
         for (int r = 0; r < groups.rows_of(g); r++) {

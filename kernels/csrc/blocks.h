@@ -8,13 +8,13 @@ namespace eagle {
 constexpr int BLOCK = VECTORS * LANES;  // output columns of one packed block
 
 #ifdef TILES
-constexpr int TILE_ROWS = 32;  // rows that share one load of the weights on AMX
+constexpr int TILE_ROWS = 32;  // rows per load of the weights with AMX
 #else
 constexpr int TILE_ROWS = 0;
 #endif
 constexpr int64_t TILE_WORDS = 16;  // of a row of an AMX tile
 constexpr int64_t whole_tiles(int64_t words) { return (words + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS; }
-constexpr int WEIGHT_OFFSET = TILE_ROWS ? 0 : BYTE_OFFSET;  // added to int8 weights; AMX takes signed bytes
+constexpr int WEIGHT_OFFSET = TILE_ROWS ? 0 : BYTE_OFFSET;  // zero point of int8 weights; AMX has signed bytes
 
 // Rows are split into tiles of nearly equal size. The loops are compiled for a few numbers of rows; a tile runs the
 // smallest that is large enough.
@@ -81,7 +81,7 @@ constexpr bool HARDWARE_PREFETCH = false;
 #endif
 constexpr int64_t L1_PREFETCH_BYTES = 2048;
 
-// Prefetches the block that is read next. Each of the `tiles` of rows fetches its part, a little in every step: more at
+// Prefetches the block that is read next. Each of the `tiles` of rows fetches a part of it, a little in every step: more at
 // once would delay the loads of the current block.
 class Prefetcher {
  public:

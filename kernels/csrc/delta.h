@@ -18,8 +18,8 @@ struct DeltaHead {
   const Longs& all_positions;
   const Flags& local;
   const void* mixed;
-  const bool bf16;  // `mixed`; else float32
-  const bool corrected;  // false for Mamba-2: values are not corrected, queries and keys not normed
+  const bool bf16;  // whether `mixed` is bfloat16; otherwise float32
+  const bool corrected;  // false for Mamba-2: no delta rule, no norms of queries and keys
   const int64_t T, ring, nk, nv, dk, dv, b, h;
   std::vector<float> k, u, total, q, v, read;  // k, u and total (the sum of g): by token
 
@@ -80,7 +80,7 @@ struct DeltaHead {
     for (int64_t i = 0; i < dk; i++) add(to, x[i], state + i * dv, dv);
   }
 
-  // Compute token `me` in this slot. It attends to the first `before` tokens, to later ones in `visible`, and to
+  // Compute token `me`. It attends to the first `before` tokens, to later ones in `visible`, and to
   // itself.
   NOINLINE void token(const float* state, int64_t slot, int64_t me, int64_t before, const bool* visible, float* out) {
     const int64_t head = h / (nv / nk);

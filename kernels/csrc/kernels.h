@@ -24,7 +24,7 @@
 namespace eagle {
 
 // The layout of scales. NONE: a float per column for all inputs. FLOATS: the scales of a group, then its minima, if any.
-// CODES: these for `unit` groups together, then int8 factors of each group.
+// CODES: floats that `unit` groups share, then int8 factors of each group.
 struct Records {
   enum Kind { NONE, FLOATS, CODES } kind = NONE;
   bool minima = false;
@@ -40,13 +40,13 @@ struct Weight {
   const void* scales;
   int64_t blocks, steps, groups, size;  // size: bytes of a block
   const float* bias = nullptr;
-  Records records = {};  // of weights that round x, how the scales of a group are stored
+  Records records = {};  // layout of group scales, for weights that round x
 
   const char* block(int64_t b) const { return data + b * size; }
   bool rounds() const { return format >= W8A8; }  // x is rounded to int8
 };
 
-// A quantized matrix in integers, row by row as its file has it, see kernels/stored.py. units: scales of a row.
+// A quantized matrix in the row-major layout of its file, see kernels/stored.py. units: float scales per row.
 struct StoredTable {
   const uint8_t* weight;
   const float* scale;
@@ -62,7 +62,7 @@ struct StoredTable {
 // blocks, and strides are in bytes.
 struct Cache {
   void* data;
-  int64_t sequence, slot, head, heads, item;  // heads: their number; item: bytes of an element
+  int64_t sequence, slot, head, heads, item;  // heads: number of heads; item: bytes per element
   bool is_int8 = false;
 
   int64_t offset(int64_t b, int64_t s, int64_t h) const { return b * sequence + s * slot + h * head; }
@@ -133,7 +133,7 @@ struct Kernels {
   // The rows `indices` [M] of a table, dequantized -> out [M, inputs].
   static void rows(const StoredTable& table, const int64_t* indices, int64_t M, void* out);
 
-  // All between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Writes keys and values to the cache.
+  // Everything between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Writes keys and values to the cache.
   static void attend(int threads, const PassArgs& args, const void* qkv, const AttentionLayer& layer, void* out);
 
   // Add the output of a layer's mixture of experts for x [M, H] to `stream` [M, H].

@@ -28,7 +28,7 @@ void rounded_rows(Rounded& x, int64_t tile, int tile_rows, int rows, const Weigh
   });
 }
 
-// gate(gate) * up.
+// Return gate(gate) * up.
 inline Floats gated(Gate gate, Floats x, Floats up) {
   return gate == Gate::SILU ? silu(x) * up : gate == Gate::GELU ? gelu(x) * up : clamped_swiglu(x, up);
 }

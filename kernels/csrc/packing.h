@@ -58,7 +58,7 @@ constexpr std::array<uint8_t, N> filled(uint8_t value) {
 
 // Write words of `per_word` values, `step` bytes apart.
 inline void scatter_words(const uint8_t* values, int64_t count, int64_t per_word, uint8_t* to, int64_t step) {
-  const auto run = [&](auto size) {  // a constant: a copy of so many bytes is one instruction
+  const auto run = [&](auto size) {  // a constant size: the copy becomes one instruction
     for (int64_t k = 0; k < count; k += size, to += step) std::memcpy(to, values + k, size);
   };
   if (per_word == 4) run(std::integral_constant<int64_t, 4>());
@@ -80,7 +80,7 @@ void pack_nibbles(const Of<uint8_t>& weight, bool paired, Tensor& out) {
         const auto from = [&](int64_t row) { return row < 0 ? ZEROS.data() : &weight[row * bytes + first]; };
         const uint8_t *low = from(row_of(c)), *high = from(row_of(c + half));
         const int64_t count = std::min(bytes - first, TILE);
-        uint8_t values[2 * TILE];  // in a loop of its own, which compilers vectorize
+        uint8_t values[2 * TILE];  // a separate loop, which compilers vectorize
         for (int64_t j = 0; j < count; j++) {
           values[2 * j] = uint8_t((low[j] & 15) | high[j] << 4);
           values[2 * j + 1] = uint8_t(low[j] >> 4 | (high[j] & 0xF0));

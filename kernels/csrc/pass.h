@@ -5,7 +5,7 @@
 
 namespace eagle {
 
-constexpr int64_t BLOCK_SLOTS = 128;  // of a row; each block is summed apart, then added to the sum
+constexpr int64_t BLOCK_SLOTS = 128;  // slots per block; each block is summed separately, then added
 constexpr int64_t SCORES = BLOCK_SLOTS + BLOCK;  // size of a row: a tile may start at any slot of a block
 
 // The slots that a token attends to, in ascending order: all before `prefix`, then those of the tail.
@@ -71,13 +71,13 @@ struct SoftmaxSums {
     }
   }
 
-  // 2^n for integers n <= 0; 0 where it underflows.
+  // 2^n for integers n <= 0; 0 on underflow.
   static Floats power(float n) {
     const uint32_t bits = n < -126.0f ? 0 : uint32_t(int32_t(n) + 127) << 23;
     return (Floats)broadcast(bits);
   }
 
-  // Set the sums over no slots.
+  // Initialize the sums.
   void clear(int rows) const {
     std::fill_n(out, rows * padded, 0.0f), std::fill_n(total, rows * LANES, 0.0f), std::fill_n(exponent, rows, -1e30f);
   }
@@ -97,7 +97,7 @@ struct SoftmaxSums {
 struct Pass : PassArgs {
   Groups groups;
   std::vector<VisibleSlots> row_slots;  // [B, T]
-  Buffer<float> sums;  // of all units, blocks and groups; few are used
+  Buffer<float> sums;  // of all units, blocks and groups; most stay unused
 
   explicit Pass(const PassArgs& args)
       : PassArgs(args), groups(heads / kv_heads, T), row_slots(B * T),

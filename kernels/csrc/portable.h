@@ -6,7 +6,7 @@ namespace eagle {
 constexpr int VECTORS = 4;  // of a block's columns
 constexpr int ROWS = 2;
 
-inline Floats fma(Floats a, Floats b, Floats c) {  // always fused, or never
+inline Floats fma(Floats a, Floats b, Floats c) {  // fused or not, but always the same
 #ifdef __FP_FAST_FMAF
   for (int l = 0; l < LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
   return c;

@@ -38,7 +38,7 @@ inline void floats_of_mxfp4(const void* from, Words& low, Words& high) {
   low = (Words)floats_of_e2m1(both & 15u), high = (Words)floats_of_e2m1(both >> 4);
 }
 template <class X> struct Mxfp4 : PowersOfGroups, Halves<1, floats_of_mxfp4> {};
-#ifdef BF16_DOT  // in pairs
+#ifdef BF16_DOT  // pairs of bfloat16
 template <> struct Int8<Bf16> : OfColumns, Vectors<2, pairs_of_bytes> {};
 template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_e2m1> {};
 #endif

@@ -31,8 +31,8 @@ constexpr std::integral_constant<int64_t, N> constant;
 // The rounding of x for a weight: `group` inputs share a scale. Their products are summed in parts of `part` inputs,
 // for which the weight has scales of its own. A word has `per_word` inputs.
 struct Rounding {
-  static constexpr int64_t CODED_GROUP = 128;  // of weights with codes, as in stored.py
-  static constexpr int64_t MIN_PART = 16, MAX_GROUP = CODED_GROUP;  // of weights in groups, see stored.py
+  static constexpr int64_t CODED_GROUP = 128;  // activation group of weights with codes, as in stored.py
+  static constexpr int64_t MIN_PART = 16, MAX_GROUP = CODED_GROUP;  // of group-quantized weights, see stored.py
   int64_t group, part, per_word;
   bool sixes = false;  // the weight has 6 bits
 
@@ -137,7 +137,7 @@ struct Rounded {
   }
 };
 
-// The columns of weights for rounded rows. ADDED: what was added to their values.
+// The columns of weights for rounded rows. ADDED: zero point of their values.
 struct Bytes : Vectors<BYTES_PER_WORD, load_weight_bytes> {
   static constexpr int ADDED = WEIGHT_OFFSET;
 };
@@ -149,7 +149,7 @@ inline void words_of_nibbles(const void* from, Words& low, Words& high) {
 struct Nibbles : Halves<NIBBLES_PER_WORD, words_of_nibbles> {  // -8..7
   static constexpr int ADDED = 8, SHORT_SUMS = 8;  // 8 * 2 * 15 * 127 is a short
 };
-struct Unsigned : Nibbles {  // 0..15, of weights with minima
+struct Unsigned : Nibbles {  // 0..15: weights with minima
   static constexpr int ADDED = 0;
 };
 struct Sixes : Nibbles {  // -32..31: low bits as nibbles, then two high bits of each quarter of the columns
@@ -161,7 +161,7 @@ struct Sixes : Nibbles {  // -32..31: low bits as nibbles, then two high bits of
     const Words all = load_quarters(p + Nibbles::BYTES);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-      Words by;  // 4, 2, 0 and -2 bits to the left
+      Words by;  // shift counts: 4, 2, 0 and -2 bits to the left
       for (int l = 0; l < LANES; l++) by[l] = 2 * std::abs(2 - (v * LANES + l) / (BLOCK / 4));
       columns[v] |= (2 * v < VECTORS ? all << by : all >> by) & HIGH;
     }
@@ -198,7 +198,7 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
       for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) shorts[r][v] = broadcast(start[r]);
     start += ALL;
-#pragma GCC unroll 1  // unrolled it would need too many registers
+#pragma GCC unroll 1  // unrolling would need too many registers
     for (const char* part = p + Columns::SHORT_SUMS * Columns::BYTES; p < part; p += Columns::BYTES, value += ALL) {
       Words columns[VECTORS];
       next.step<Columns::BYTES>();
@@ -219,7 +219,7 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
 template <class Columns, int ALL, int R>
 inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                         Ints (&sum)[R][VECTORS]) {
-  constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
+  constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap previous ones
   constexpr int TWOS = (R + 1) / 2;
   static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4);
   Ints before[R][VECTORS], sums[TWOS][VECTORS][2] = {};
@@ -292,7 +292,7 @@ class Scales {
   const int64_t unit;
 };
 
-struct Unscaled {  // until the end
+struct Unscaled {  // scaled after the last step
   static constexpr bool MINIMA = false, CODED = false;
   struct {} place;
   Unscaled(const Weight&, int64_t) {}

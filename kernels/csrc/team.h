@@ -68,7 +68,7 @@ class TeamState {
 struct Team {
   int64_t thread, threads;
   TeamState* state;
-  Clock::duration* sleep_time = nullptr;  // of the first thread, waiting for others
+  Clock::duration* sleep_time = nullptr;  // time that the first thread slept, waiting for others
 
   // Call body(team) on `threads` threads, including the calling one.
   template <class Body>
@@ -93,7 +93,7 @@ struct Team {
     state->remaining[thread].range = first << 32 | end;
     for (int64_t other = 0; other < threads; other++) {
       std::atomic<uint64_t>& range = state->remaining[(thread + other) % threads].range;
-      for (uint64_t had = range; (had >> 32) + (other > 0) < (had & 0xFFFFFFFF);)  // the last item stays with its owner
+      for (uint64_t had = range; (had >> 32) + (other > 0) < (had & 0xFFFFFFFF);)  // never steal the last item
         if (range.compare_exchange_weak(had, other ? had - 1 : had + (uint64_t(1) << 32))) {
           const uint64_t i = other ? (had & 0xFFFFFFFF) - 1 : had >> 32;
           body(i, i + 1 == end);
@@ -129,7 +129,7 @@ class Pool {
     if (!lock || stopped) return false;
     const auto now = Clock::now();
     if (active > 1 && now - since >= PERIOD) {
-      if (lost * active > (now - since) * 0.8) {  // waiting costs more than a thread gains
+      if (lost * active > (now - since) * 0.8) {  // waiting costs more than a thread saves
         active--;
         pause_for = trial ? std::min<Clock::duration>(2 * pause_for, MAX_PAUSE) : MIN_PAUSE;
         next_try = now + pause_for;
@@ -183,7 +183,7 @@ class Pool {
       }).detach();
   }
 
-  void stop() {  // the object stays: a thread may still read it
+  void stop() {  // the object is not freed: a thread may still read it
     const std::lock_guard<std::mutex> lock(free);
     stopped = true;
     job.store((job.load() / MAX_THREADS + 1) * MAX_THREADS, std::memory_order_release);

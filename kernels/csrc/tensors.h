@@ -18,7 +18,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// The number of threads of the operators; 0: PyTorch's.
+// Number of threads of the operators; 0: torch.get_num_threads().
 inline std::atomic<int64_t> requested_threads{0};
 inline int threads() { return requested_threads ? int(requested_threads) : int(torch::stable::get_num_threads()); }
 

@@ -40,7 +40,7 @@ struct Buffer {
   }
 };
 
-// Memory that is read next, prefetched in small steps.
+// Memory to prefetch in small steps.
 struct PrefetchRange {
   const char *next = nullptr, *end = nullptr;
   void step() {

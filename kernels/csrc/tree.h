@@ -198,7 +198,7 @@ TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, c
   TreeBuilder tree(B, best[0].size() + 1);
   for (int64_t b = 0; b < B; b++) {
     const Order& order = best[b];
-    const auto kept = [&](int64_t node) {  // its index in the tree; 0 if it is not kept
+    const auto kept = [&](int64_t node) {  // index in the tree; 0 if not kept
       const auto at = std::lower_bound(order.begin(), order.end(), node - 1);
       return at == order.end() || *at != node - 1 ? 0 : at - order.begin() + 1;
     };
@@ -211,8 +211,8 @@ TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, c
   return tree.fields();
 }
 
-// N-gram lookup: find earlier occurrences of the last tokens, up to `length` [B], in the first n tokens of texts [B,
-// N], and draft what followed them -> tokens, scores [B, T]. chain, ahead [T - 1]: each node's chain and its distance
+// N-gram lookup: find earlier occurrences of the last tokens, up to `length` [B], in the first n of tokens [B, N],
+// and draft what followed them -> tokens, scores [B, T]. chain, ahead [T - 1]: each node's chain and its distance
 // from the match. first, further [longest + 1]: log-probabilities of the next token and of later ones, by length of
 // the match.
 std::tuple<Longs, Numbers> lookup(const Longs& texts, const Longs& length, int64_t n, const Longs& chain,

@@ -59,7 +59,7 @@ inline Words to_bf16(Floats x) {
   const Words bits = (Words)x, rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return x == x ? rounded : broadcast(0x7FC0u);
 }
-#ifndef BF16_STORE  // else the instruction set defines it
+#ifndef BF16_STORE  // otherwise the instruction set defines it
 inline void store_bf16(void* to, Floats x) { store_shorts(to, to_bf16(x)); }
 #endif
 
@@ -99,7 +99,7 @@ struct Bf16 {
     if (count >= LANES) return store_bf16(to, x);
     Value values[LANES];
     store_bf16(values, x);
-    std::memcpy(to, values, count * sizeof(Value));  // with a variable size it is a call
+    std::memcpy(to, values, count * sizeof(Value));  // a constant size avoids a call
   }
 };
 // A bfloat16 stored as float, widened once for all products.

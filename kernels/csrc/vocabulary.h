@@ -9,7 +9,7 @@
 
 namespace eagle {
 
-constexpr int64_t CHUNK = 4096;  // tokens of a task
+constexpr int64_t CHUNK = 4096;  // tokens per task
 
 inline int64_t chunks_of(int64_t V) { return (V + CHUNK - 1) / CHUNK; }
 
@@ -51,7 +51,7 @@ inline Words hashed(Words x) {
 inline uint32_t hashed(uint32_t x) { return hashed(broadcast(x))[0]; }
 
 // Gumbel noise [B, W, V] for key [B, 2] and positions [B, W], times temperature [B] -> copies of the three, the
-// noise. Rows of an earlier result are reused: most positions of drafts recur in the next step.
+// noise. Rows of the previous result are reused: most positions of a draft recur in the next step.
 std::tuple<Tensor, Tensor, Tensor, Numbers> gumbel(const Longs& key, const Longs& positions, const Numbers& temperature,
                                                    int64_t V, const Maybe& earlier_key, const Maybe& earlier_positions,
                                                    const Maybe& earlier_temperature, const Maybe& earlier) {

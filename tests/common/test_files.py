@@ -1,4 +1,4 @@
-"""Files are written atomically, also with concurrent writers; invalid content is a one-line error."""
+"""Atomic writes, one-line errors of invalid files, cgroup CPU quotas."""
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ def test_atomic_writes(tmp_path):
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["it"]
     both = threading.Barrier(2, timeout=60)
 
-    def write(letter: str) -> None:  # two writers: each has a file of its own until it is whole
+    def write(letter: str) -> None:  # concurrent writers use different temporary files
         with atomic_path(str(path)) as part:
             part.write_text(letter * 1000)
             both.wait()
@@ -34,7 +34,7 @@ def test_atomic_writes(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, "ab"))
     assert path.read_text() in ("a" * 1000, "b" * 1000) and os.listdir(tmp_path) == ["it"]
-    (tmp_path / "link").symlink_to(path)  # links and devices stay what they are
+    (tmp_path / "link").symlink_to(path)  # links and devices are not replaced
     with atomic_path(tmp_path / "link") as part:
         part.write_text("new")
     assert (tmp_path / "link").is_symlink() and path.read_text() == "new"
@@ -43,17 +43,17 @@ def test_atomic_writes(tmp_path):
     assert not os.path.isfile(os.devnull)
 
 
-def test_files_are_read_or_refused(tmp_path):
-    """Only a newline ends a line (not U+2028 and the like)."""
+def test_invalid_files_are_one_line_errors(tmp_path):
+    """U+2028 does not end a line."""
     file = tmp_path / "it"
-    for read, content, words in (
+    for read, content, error in (
         (read_json, None, "no such file"), (read_json, b"\xff", "cannot be read as JSON"),
         (read_json, b"[" * 200_000, "cannot be read as JSON"), (read_json, b"[1]", "expected a JSON object"),
         (read_text, b"caf\xe9", "cannot be read ('utf-8"), (read_rows, b"caf\xe9", "cannot be read ('utf-8"),
     ):
         if content is not None:
             file.write_bytes(content)
-        with refused(f"{file}: {words}"):
+        with refused(f"{file}: {error}"):
             list(read(file))
     file.write_bytes('\ufeff{"a": "\u2028"}\r\n{"b": 1}\n'.encode())
     assert read_text(file) == '{"a": "\u2028"}\n{"b": 1}\n'
@@ -74,28 +74,29 @@ FILE = Schema(TypedDict("File", {
 }))
 
 
-@pytest.mark.parametrize("value, words", [
+@pytest.mark.parametrize("value, error", [
     ({}, "token is missing; expected a value"), ([], "the file is []; expected a valid dictionary"),
     ({"token": [1, True]}, "is True; expected a valid integer"),
     ({"token": 1, "by rows": {"1": float("inf")}}, "by rows.1 is inf; expected a finite number"),
     ({"token": 1, "name": "\x1b/../x"}, "name is '\\x1b/../x'; expected String should match pattern"),
     ({"token": 1, "shape": {"size": 1, "layers": [0, 10**400]}}, "shape.layers.1 is 1000"),
 ], ids=str)
-def test_schema_errors_are_one_line(value, words):
+def test_schema_errors_are_one_line(value, error):
     with pytest.raises(InputError) as e:
         FILE.require(value, "f.json", "delete it")
-    said = str(e.value)
-    assert said.startswith("f.json: ") and words in said and said.endswith("; delete it") and len(said) < 300
-    good = {"token": [1], "others": object, "by rows": {"1": 2}, "shape": {"size": 9, "eps": 1, "more": 0}}
-    assert FILE.require(good, "f.json") is good
+    message = str(e.value)
+    assert message.startswith("f.json: ") and error in message
+    assert message.endswith("; delete it") and len(message) < 300
+    valid = {"token": [1], "others": object, "by rows": {"1": 2}, "shape": {"size": 9, "eps": 1, "more": 0}}
+    assert FILE.require(valid, "f.json") is valid
 
 
-# -- no more threads than processors that this process may use -----------------------------------------------
+# -- threads are limited to the usable processors ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own, quotas, count", [
     ("0::/a/b", {"a/b": 3}, 3), ("0::/a/b", {"a": 2, "a/b": 3}, 2),
-    ("0::/docker/1234", {".": 2}, 2),  # only the top is mounted
+    ("0::/docker/1234", {".": 2}, 2),  # only the root cgroup is mounted
     ("0::/", {}, 8),
 ])
 def test_threads_respect_cpu_quotas(monkeypatch, tmp_path, own, quotas, count):
@@ -105,8 +106,8 @@ def test_threads_respect_cpu_quotas(monkeypatch, tmp_path, own, quotas, count):
         (tmp_path / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / group / "cpu.max").write_text(f"{processors}00000 100000\n")
     assert machine.processors(tmp_path, tmp_path / "own") == count
-    given = []
+    threads = []
     monkeypatch.setattr(machine, "processors", lambda: count)
-    monkeypatch.setattr("torch.set_num_threads", given.append)
-    machine.use_threads(5), machine.use_threads()  # the first call decides
-    assert given == [min(count, 5)]
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    machine.use_threads(5), machine.use_threads()  # the second call keeps the number
+    assert threads == [min(count, 5)]

@@ -1,4 +1,4 @@
-"""generate.py on the golden target with a byte tokenizer, run in this process and not compiled."""
+"""generate.py with the golden target and a byte tokenizer, in this process, with --no-compile."""
 import json
 import shutil
 import subprocess
@@ -15,16 +15,17 @@ import generate
 from engine.runner import ModelRunner
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
-FEW = {"max_new_tokens": 8, "temperature": 2.0, "seed": 1}  # noise depends on the position
+# Noise depends on the position, so that prompts of another length give other tokens.
+SAMPLING = {"max_new_tokens": 8, "temperature": 2.0, "seed": 1}
 EAGLE3 = ("--speculate", "eagle3", *SMALL)
 
 
 @pytest.fixture
 def cli(golden, capsys):
-    """cli(*args) -> (exit status, stdout, stderr) of the golden target, or of --checkpoint."""
+    """A function: run generate.py with these arguments. Default --checkpoint: the golden target."""
     def run(*args) -> SimpleNamespace:
-        named = () if "--checkpoint" in args else ("--checkpoint", golden)
-        status = generate.main([*map(str, (*named, *args)), "--no-compile"])
+        checkpoint = () if "--checkpoint" in args else ("--checkpoint", golden)
+        status = generate.main([*map(str, (*checkpoint, *args)), "--no-compile"])
         out, err = capsys.readouterr()
         rows = [json.loads(line) for line in out.splitlines()] if "--json" in args else []
         return SimpleNamespace(status=status, out=out, err=err, rows=rows, row=rows[0] if rows else None)
@@ -32,16 +33,16 @@ def cli(golden, capsys):
     return run
 
 
-def test_json_has_the_promised_keys(cli, monkeypatch):
+def test_json_keys_and_statistics(cli, monkeypatch):
     monkeypatch.setattr("console.compare.MIN_GAIN", 99.0)
     args = "--prompt", "Hello", "--max-new-tokens", 40, *EAGLE3
-    done, text = cli(*args, "--json", "--compare"), cli(*args, "--compare", "--stats")
-    row, plain = done.row, done.row["plain"]
+    run, text = cli(*args, "--json", "--compare"), cli(*args, "--compare", "--stats")
+    row, plain = run.row, run.row["plain"]
     keys = {
         "prompt", "text", "output_ids", "tokens", "seconds", "prefill_seconds", "tokens_per_second", "tau",
         "accept_lengths", "trees", "step_seconds", "seed", "finish", "ranks",
     }
-    assert done.status == 0 and keys <= plain.keys() and row.keys() >= keys | {"plain", "speedup", "equal"}
+    assert run.status == 0 and keys <= plain.keys() and row.keys() >= keys | {"plain", "speedup", "equal"}
     assert row["prompt"] == "Hello" and row["tokens"] == len(row["output_ids"]) == 40
     assert row["equal"] is True and plain["tau"] == 1 and row["tau"] > 1.5
     assert all(plain[key] == row[key] for key in ("output_ids", "text"))
@@ -52,52 +53,52 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
     assert row["tokens_per_second"] == pytest.approx(39 / row["seconds"])
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
-    assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    idle = cli("--prompt", "abcdefgh", "--max-new-tokens", 3, "--speculate", "lookup", "--compare").err
-    assert "nothing was drafted" in idle and "no n-gram match" in idle
-    assert not any(words in idle for words in ("peak memory", "speedup 1"))
+    assert text.status == 0 and text.out == row["text"] + "\n"  # statistics are on stderr
+    undrafted = cli("--prompt", "abcdefgh", "--max-new-tokens", 3, "--speculate", "lookup", "--compare").err
+    assert "nothing was drafted" in undrafted and "no n-gram match" in undrafted
+    assert not any(words in undrafted for words in ("peak memory", "speedup 1"))
     for words in "peak memory", "output: yes", "\n10 tokens in the prompt, prefill ", "; --max-new", (
             f"\nlimiting factors: acceptance length {row['tau']:.2f}; costs were not timed"):
         assert words in text.err
 
 
-def test_sampling_options(cli):
-    """Penalties, biases, stop strings and log-probabilities: speculative output equals plain output."""
+def test_sampling_options_are_lossless(cli):
+    """With penalties, biases and stop strings, speculative output equals plain output."""
     args = "--prompt", "Hello", "--max-new-tokens", 40, "--json", "--temperature", 0.7, *EAGLE3
-    asked = (
+    options = (
         "--min-p", 0.05, "--presence-penalty", 0.5, "--frequency-penalty", 0.2, "--repetition-penalty", 1.1,
         "--logit-bias", "101=2", "--logit-bias", "97=-100", "--logprobs", 2,
     )
-    usual, row = cli(*args).row, cli(*args, *asked, "--compare").row
-    assert row["equal"] is True and row["text"] != usual["text"] and "a" not in row["text"]
+    default, row = cli(*args).row, cli(*args, *options, "--compare").row
+    assert row["equal"] is True and row["text"] != default["text"] and "a" not in row["text"]
     assert len(row["logprobs"]) == 40 and all(len(x["top"]) == 2 for x in row["logprobs"])
-    assert "logprobs" not in usual and "stop" not in usual
-    stop = usual["text"][10:12]
+    assert "logprobs" not in default and "stop" not in default
+    stop = default["text"][10:12]
     row = cli(*args, "--stop", stop, "--stop", "never there", "--compare").row
-    assert row["equal"] is True and row["text"] == usual["text"].split(stop)[0]
+    assert row["equal"] is True and row["text"] == default["text"].split(stop)[0]
     assert (row["finish"], row["stop"]) == ("stop", stop)
     assert cli(*args, "--json-schema", '{"const": 1}').row["text"].strip() == "1"
 
 
-def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):
-    """Requests beyond the batch size are queued; each sample has its own seed."""
+def test_batched_prompts_and_samples_equal_single_ones(cli, tmp_path):
+    """Prompts from all flags, also with more requests than slots; each sample has its own seed."""
     (tmp_path / "one.txt").write_text("two\nlines\n\n")
     (tmp_path / "many.jsonl").write_text('{"turns": ["first", "unused"]}\n\n{"prompt": "second"}\n')
     common = "--max-new-tokens", 12, "--json", *EAGLE3
-    several = (
+    all_prompts = (
         *common, "--prompt", "plain", "--prompt-ids", "72, 105", "--prompt-file", tmp_path / "one.txt",
         "--prompt-file", tmp_path / "many.jsonl",
     )
-    found = cli(*several).rows
-    assert [row["prompt"] for row in found] == ["plain", [72, 105], "two\nlines\n", "first", "second"]
-    apart = cli(*several, "--batch-size", 2).rows
-    assert [row["output_ids"] for row in apart] == [row["output_ids"] for row in found]
-    alone = cli(*common, "--prompt-ids", "72,105").row
-    assert alone["output_ids"] == found[1]["output_ids"]  # each alone gives the same text
-    drawn = "--prompt", "x", "--temperature", 1, "--json", "-n", 12
-    samples = cli(*drawn, "--num-samples", 3, "--seed", 5, *EAGLE3).rows
+    rows = cli(*all_prompts).rows
+    assert [row["prompt"] for row in rows] == ["plain", [72, 105], "two\nlines\n", "first", "second"]
+    queued = cli(*all_prompts, "--batch-size", 2).rows
+    assert [row["output_ids"] for row in queued] == [row["output_ids"] for row in rows]
+    single = cli(*common, "--prompt-ids", "72,105").row
+    assert single["output_ids"] == rows[1]["output_ids"]
+    sampled = "--prompt", "x", "--temperature", 1, "--json", "-n", 12
+    samples = cli(*sampled, "--num-samples", 3, "--seed", 5, *EAGLE3).rows
     assert [r["seed"] for r in samples] == [5, 6, 7] and len({r["text"] for r in samples}) == 3
-    assert cli(*drawn, "--seed", 6).row["output_ids"] == samples[1]["output_ids"]  # plain decoding
+    assert cli(*sampled, "--seed", 6).row["output_ids"] == samples[1]["output_ids"]  # without drafting
 
 
 @pytest.mark.parametrize("flags", [
@@ -108,22 +109,22 @@ def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):
     ("--speculate", "eagle3", "--draft-window", "8", "--tree", "12,2,4"),
 ], ids=" ".join)
 def test_every_method_and_tree_is_lossless(cli, golden, tmp_path, flags):
-    """With a trace, for every shape of tree."""
+    """Output equals plain output; --trace works with every tree."""
     (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")
-    places = {"FILE": tmp_path / "paths.json", "GOLDEN": golden}
-    flags = [places.get(flag, flag) for flag in flags]
+    paths = {"FILE": tmp_path / "paths.json", "GOLDEN": golden}
+    flags = [paths.get(flag, flag) for flag in flags]
     args = "--prompt", "abc abc abc", "--max-new-tokens", 40, "--json", "--compare", "--trace"
     row, trace = cli(*args, tmp_path / "trace", *flags).row, load_file(tmp_path / "trace")
     assert row["equal"] is True and row["tau"] > 1
     assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
 
 
-def test_auto_tree_says_what_it_drafts(cli):
-    done = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "-n", 20, "--stats")
-    assert "trees of up to 32 nodes, sized by the cost model (measured: a" in done.err
+def test_auto_tree_is_in_the_statistics(cli):
+    run = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "-n", 20, "--stats")
+    assert "trees of up to 32 nodes, sized by the cost model (measured: a" in run.err
 
 
-def test_raw_system_and_template_reach_the_model(cli, llm):
+def test_raw_system_and_template_set_the_prompt(cli, llm):
     for flags, options, ids in (
         ((), {}, b"u:<eos>hi\na:"), (("--raw",), {"raw": True}, [257, *b"hi"]),
         (("--raw", "--no-parse-special"), {"raw": True, "parse_special": False}, b"<eos>hi"),
@@ -131,12 +132,13 @@ def test_raw_system_and_template_reach_the_model(cli, llm):
     ):
         assert llm.encode("<eos>hi", **options) == list(ids)
         row = cli("--prompt", "<eos>hi", "--json", "-n", 8, "--temperature", 2, "--seed", 1, *flags).row
-        want = llm.generate(list(ids), **FEW)
-        assert row["output_ids"] == want.ids == llm.generate("<eos>hi", **FEW, **options).ids
-        assert [id for event in llm.stream("<eos>hi", **FEW, **options) for id in event.ids] == want.ids
+        expected = llm.generate(list(ids), **SAMPLING)
+        assert row["output_ids"] == expected.ids == llm.generate("<eos>hi", **SAMPLING, **options).ids
+        events = llm.stream("<eos>hi", **SAMPLING, **options)
+        assert [id for event in events for id in event.ids] == expected.ids
 
 
-def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
+def test_trace_equals_the_golden_trace(cli, tmp_path):
     reference = load_file(ROOT / "tests" / "golden" / "eagle3.T16D3K4.p0.safetensors")
     prompt = ",".join(map(str, reference["prompt"].flatten().tolist()))
     file = tmp_path / "trace.safetensors"
@@ -152,22 +154,20 @@ def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
 
 
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
-    """A turn that is too long, or interrupted during prefill, is dropped; lines that start with / are
-    commands.
-    """
+    """Turns that are too long, or interrupted during prefill, are dropped."""
     lines = iter(["one", "x" * 500, "", "/help", "never", "two", "/reset", "one", "/quit"])
 
-    def interrupted(self, slots, *args, original=ModelRunner.prefill):
-        if "never" in asked and not stopped:
-            stopped.append(True)
+    def interrupt(self, slots, *args, original=ModelRunner.prefill):
+        if "never" in inputs and not interruptions:
+            interruptions.append(True)
             raise KeyboardInterrupt
         return original(self, slots, *args)
 
-    def answered(prompt=""):
-        asked.append(next(lines))
-        return asked[-1]
+    def read_input(prompt=""):
+        inputs.append(next(lines))
+        return inputs[-1]
 
-    def talk(*turns: str) -> list[str]:
+    def expected_answers(*turns: str) -> list[str]:
         messages = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
@@ -175,58 +175,58 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
             messages.append({"role": "assistant", "content": answer})
         return [message["content"] for message in messages[1::2]]
 
-    asked, stopped = [], []
-    monkeypatch.setattr("builtins.input", answered)
-    monkeypatch.setattr(ModelRunner, "prefill", interrupted)
-    done = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
-    first, second = talk("one", "two")
-    assert done.status == 0 and done.out == f"{first}\n\n\n{second}\n{first}\n"
-    assert "error: the prompt has" in done.err and "(/reset starts over)" in done.err
-    assert "/reset starts over, /exit or /quit quits" in done.err and done.err.count("\n15 tokens, ") == 3
+    inputs, interruptions = [], []
+    monkeypatch.setattr("builtins.input", read_input)
+    monkeypatch.setattr(ModelRunner, "prefill", interrupt)
+    run = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
+    first, second = expected_answers("one", "two")
+    assert run.status == 0 and run.out == f"{first}\n\n\n{second}\n{first}\n"
+    assert "error: the prompt has" in run.err and "(/reset starts over)" in run.err
+    assert "/reset starts over, /exit or /quit quits" in run.err and run.err.count("\n15 tokens, ") == 3
 
 
 def test_ctrl_c_keeps_partial_output(cli, monkeypatch, tmp_path):
-    """With several prompts the statistics are still printed, the JSON is complete, and the trace holds the
-    steps so far.
+    """Text, statistics, JSON and the trace have the steps before the interruption.
     """
     calls = iter(range(1000))
 
-    def interrupted(self, *args, original=ModelRunner.step):
+    def interrupt(self, *args, original=ModelRunner.step):
         if self.state.limit.max() > 50 and next(calls) % 4 == 3:
             raise KeyboardInterrupt
         return original(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "step", interrupted)
+    monkeypatch.setattr(ModelRunner, "step", interrupt)
     common = "--max-new-tokens", 100, *EAGLE3
-    one = cli("--prompt", "Hello", "--max-new-tokens", 100)
-    assert one.status == 130 and one.out and "\n4 tokens, " in one.err and "; interrupted" in one.err
-    two = cli(*common, "--prompt", "Hello", "--prompt", "World")
-    assert two.status == 130 and two.out.count("--- ") == 2 and len(two.out) > 40
-    done = cli(*common, "--prompt", "Hello", "--json")
-    assert done.status == 130 and done.row["finish"] == "interrupted"
-    assert 4 <= done.row["tokens"] < 100 and len(done.row["accept_lengths"]) == 3
+    single = cli("--prompt", "Hello", "--max-new-tokens", 100)
+    assert single.status == 130 and single.out
+    assert "\n4 tokens, " in single.err and "; interrupted" in single.err
+    batch = cli(*common, "--prompt", "Hello", "--prompt", "World")
+    assert batch.status == 130 and batch.out.count("--- ") == 2 and len(batch.out) > 40
+    run = cli(*common, "--prompt", "Hello", "--json")
+    assert run.status == 130 and run.row["finish"] == "interrupted"
+    assert 4 <= run.row["tokens"] < 100 and len(run.row["accept_lengths"]) == 3
     assert cli(*common, "--prompt", "Hello", "--trace", tmp_path / "t").status == 130
     assert {k[:3] for k in load_file(tmp_path / "t") if "." in k} == {"000", "001", "002"}
 
 
-def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
+def test_checkpoint_without_tokenizer_decodes_ids(cli, golden, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(golden / name, tmp_path / name)
     common = "--checkpoint", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 5
     ids = ",".join(map(str, cli(*common, "--json").row["output_ids"]))
     assert ids.count(",") == 4 and cli(*common).out == ids + "\n"
     assert cli(*common, "--prompt-ids", "4").out.splitlines()[1] == ids
-    for words, options in (
+    for error, options in (
         ("no tokenizer", ("-p", "hello")), ("needs a tokenizer", ("--interactive",)),
         ("--stop", ("--prompt-ids", 1, "--stop", "x")), ("needs a tok", ("--prompt-ids", 1, "--json-object")),
     ):
-        done = cli("--checkpoint", tmp_path, *options)
-        assert done.status == 1 and words in done.err
+        run = cli("--checkpoint", tmp_path, *options)
+        assert run.status == 1 and error in run.err
 
 
 @pytest.mark.slow
 def test_runs_as_a_program(golden):
-    """In a subprocess: stdout holds only the JSON; a reader that closes the pipe early is not an error."""
+    """stdout has only the JSON; if the reader closes the pipe, the exit status is 141 without a message."""
     options = "--prompt", "Hi", "--json", "--no-compile", "--max-new-tokens", "5"
     command = [sys.executable, "generate.py", "--checkpoint", golden, *options]
     pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -238,12 +238,12 @@ def test_runs_as_a_program(golden):
     assert runs[1].returncode == 141 and "error" not in err and "Traceback" not in err
 
 
-def test_bare_words_are_one_prompt():
-    o = generate.parser().read(["-m", "DIR", "why", "is it", "blue?", "--prompt", "another"])
-    assert generate.read_options(o)[0] == ["why is it blue?", "another"]
+def test_positional_words_are_one_prompt():
+    args = generate.parser().read(["-m", "DIR", "why", "is it", "blue?", "--prompt", "another"])
+    assert generate.read_options(args)[0] == ["why is it blue?", "another"]
 
 
-# -- generate.py on several ranks, as a user starts it. Texts of one process: tests/engine/test_ranks.py -----
+# -- generate.py on several ranks. Output equal to one process: tests/engine/test_ranks.py -------------------
 
 
 ON_RANKS = (
@@ -255,16 +255,16 @@ ON_RANKS = (
 @pytest.mark.slow
 @pytest.mark.kernels
 def test_two_ranks(golden, tmp_path):
-    """In bfloat16 on the CPU kernels, where a row's sum over ranks does not depend on the other rows:
-    speculative output equals plain output. A grammar applies on both ranks, and the head is sharded.
+    """In bfloat16 on the CPU kernels, whose all-reduce is batch-invariant: speculative output equals plain
+    output. The head is sharded; both ranks apply the grammar.
     """
     command = *TORCHRUN, "--standalone", "--nproc-per-node", "2", "generate.py", "--checkpoint", str(golden)
     command += *ON_RANKS.split(), "--trace", str(tmp_path / "trace")
     run = subprocess.run(command, cwd=ROOT, env=ONE_THREAD, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     row = json.loads(run.stdout)
-    known = "error: ", "loaded ", "ready ", "2 ranks: "  # besides torchrun's report and warnings
-    lines = [line for line in run.stderr.splitlines() if line.startswith(known)]
+    ours = "error: ", "loaded ", "ready ", "2 ranks: "  # not torchrun's lines
+    lines = [line for line in run.stderr.splitlines() if line.startswith(ours)]
     assert [line.split()[0] for line in lines] == ["2", "loaded", "ready"]
     assert row["ranks"] == row["plain"]["ranks"] == 2 and row["equal"] is True and row["tau"] > 1
     assert row["text"].startswith("{") and "000.draft_tokens" in load_file(tmp_path / "trace")

@@ -9,7 +9,7 @@ from kernels import cpu
 
 @pytest.fixture(scope="session", autouse=True)
 def one_build_at_a_time(tmp_path_factory):
-    """Test workers that need the same library wait for the first one to compile it."""
+    """Let only one test worker compile at a time, so that the others find its library cached."""
     lock, build = tmp_path_factory.getbasetemp().parent / "kernels.lock", cpu.build_library
 
     def locked(*arguments):

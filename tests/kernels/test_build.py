@@ -1,4 +1,4 @@
-"""Building, loading and choosing kernels: failures are one line and leave no files behind."""
+"""Building, loading and choosing kernels; failures are one-line messages."""
 import os
 import shutil
 from pathlib import Path
@@ -23,13 +23,13 @@ def built():
 
 @pytest.fixture
 def cached(built, tmp_path, monkeypatch):
-    """The same, in a cache folder of its own."""
+    """The same library in an empty cache folder."""
     monkeypatch.setattr(build, "CACHE", tmp_path)
     return Path(shutil.copy(built, tmp_path))
 
 
 @pytest.mark.kernels
-def test_a_library_is_used_without_its_compiler(cached, monkeypatch):
+def test_cached_library_needs_no_compiler(cached, monkeypatch):
     monkeypatch.setenv("CXX", "no-such compiler")
     assert build.build_library(isa.choose(), pytest.fail) == cached
     cached.unlink()
@@ -39,7 +39,7 @@ def test_a_library_is_used_without_its_compiler(cached, monkeypatch):
 
 def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")  # as in a read-only checkout
+    monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")  # cannot be created
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"eagle-kernels-{os.getuid()}"
     assert build.writable_folder(build.CACHE) == folder and folder.stat().st_mode & 0o777 == 0o700
@@ -50,7 +50,7 @@ def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
 
 
 def test_failed_build_falls_back_to_pytorch(golden, monkeypatch, tmp_path):
-    """With a compiler that is too old: it prints a version, and fails."""
+    """The compiler prints its version, but does not support C++20."""
     old = tmp_path / "old-g++"
     old.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'error: unknown -std=c++20' >&2; exit 1; }\n")
     old.chmod(0o755)
@@ -62,12 +62,12 @@ def test_failed_build_falls_back_to_pytorch(golden, monkeypatch, tmp_path):
     text = model.generate("Hello", max_new_tokens=24)
     (line,) = (line for line in lines if not line.startswith("compiling the kernels for "))
     assert "(error: unknown -std=c++20); set another CXX" in line
-    assert line.endswith(". Until then PyTorch decodes alone, which is slower")
-    same = load(golden, "eagle3", compile=False, **options).generate("Hello", max_new_tokens=24)
-    assert text.ids == same.ids and text.accept_lengths == same.accept_lengths and text.tau > 1
+    assert line.endswith(". Using PyTorch without our kernels, which is slower")
+    eager = load(golden, "eagle3", compile=False, **options).generate("Hello", max_new_tokens=24)
+    assert text.ids == eager.ids and text.accept_lengths == eager.accept_lengths and text.tau > 1
 
 
-# -- the choice of kernels for a GPU that is not here: a line says what it cannot do -------------------------
+# -- choice of kernels on simulated GPUs; a log line tells what is unsupported -------------------------------
 
 
 GPU = torch.device("cuda:0")
@@ -75,7 +75,7 @@ GPU = torch.device("cuda:0")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(capability, multiply): pretend to have this GPU; `multiply` replaces `torch._scaled_mm`."""
+    """A function: simulate a GPU of this compute capability; `multiply` replaces `torch._scaled_mm`."""
     def pretend(capability, multiply):
         monkeypatch.setattr(gpu_device, "FP8_DEVICES", set())
         monkeypatch.setattr(gpu_device, "HAS_TRITON", True)
@@ -92,32 +92,32 @@ def unsupported(*args, **options):
     raise RuntimeError("NOT_SUPPORTED\nmore")
 
 
-@pytest.mark.parametrize("capability, multiply, has_fp8, said", (
+@pytest.mark.parametrize("capability, multiply, has_fp8, expected_lines", (
     ((8, 9), lambda *a, **o: None, True, []),
     ((8, 9), unsupported, False, ["fp8 matmuls fall back to float32 without tensor cores (NOT_SUPPORTED)"]),
     ((8, 6), unsupported, False, []),
     ((7, 5), unsupported, False, [
-        "this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton"]),
+        "using PyTorch's kernels: ours need compute capability 8.0 and Triton"]),
 ))
-def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
+def test_gpu_capabilities_are_detected(gpu, capability, multiply, has_fp8, expected_lines):
     lines = []
     gpu(capability, multiply)
     chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
-    assert chosen is TORCH_BACKEND and lines == said and (GPU in gpu_device.FP8_DEVICES) == has_fp8
+    assert chosen is TORCH_BACKEND and lines == expected_lines and (GPU in gpu_device.FP8_DEVICES) == has_fp8
     assert gpu_device.runs_kernels(GPU) == (capability >= (8, 0))
 
 
 @pytest.mark.parametrize("dtype", ("fp16", "bf16"))
-def test_cublas_sums_in_float32(dtype):
+def test_cublas_reduces_in_float32(dtype):
     flag = f"allow_{dtype}_reduced_precision_reduction"
     setattr(torch.backends.cuda.matmul, flag, True)
     Runtime(device="cpu", compile=False).prepare()
     assert not getattr(torch.backends.cuda.matmul, flag)
 
 
-def test_trees_on_gpus():
-    """A small GPU is compute-bound from about 70 tokens in bf16: with the paper's tree speculation can be
-    slower than plain decoding.
+def test_default_trees_on_gpus_shrink_with_the_batch():
+    """Small GPUs are compute-bound from about 70 tokens in bf16, so the paper's tree could be slower than
+    plain decoding.
     """
     trees = [TORCH_BACKEND.default_tree(torch.device("cuda"), False, batch) for batch in (1, 12, 16, 24, 64)]
     assert trees == [TreeShape(*s) for s in ((16, 4, 5), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2))]

@@ -14,15 +14,15 @@ NEOVERSE_V1 = NEOVERSE_N1 | {"bf16", "i8mm", "sve"}
 
 
 @pytest.fixture
-def on(monkeypatch):
+def processor(monkeypatch):
     """Return a function that simulates a processor with these features, and EAGLE_ISA set to this value."""
-    def pretend(features, variable="", amx_permitted=True) -> None:
+    def simulate(features, variable="", amx_permitted=True) -> None:
         monkeypatch.setattr(isa, "features", lambda: frozenset(features))
         monkeypatch.setattr(isa, "vendor", lambda: isa.OTHER)
         monkeypatch.setattr(isa, "_amx_permitted", lambda: amx_permitted)
         monkeypatch.setenv(isa.ISA_VARIABLE, variable)
 
-    return pretend
+    return simulate
 
 
 @pytest.mark.parametrize("features, best", (
@@ -32,23 +32,23 @@ def on(monkeypatch):
     (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neondot"), (NEOVERSE_N1, "neondot"),
     (CORTEX_A72, "neon"),
 ))
-def test_best_isa_is_chosen(on, features, best):
-    on(features)
+def test_best_isa_is_chosen(processor, features, best):
+    processor(features)
     assert isa.choose().name == best == isa.available()[0] and isa.available()[-1] == "portable"
 
 
-def test_isa_can_be_overridden(on):
+def test_isa_can_be_overridden(processor):
     """By flag or environment variable, if the processor supports it and, for AMX, Linux permits it."""
-    on(ZEN4, "avx512")
+    processor(ZEN4, "avx512")
     assert [isa.choose(name).name for name in (None, "portable")] == ["avx512", "portable"]
-    on(SAPPHIRE_RAPIDS, amx_permitted=False)
+    processor(SAPPHIRE_RAPIDS, amx_permitted=False)
     assert isa.choose().name == isa.available()[0] == "avx512bf16"
-    for features, name, variable, words in (
+    for features, name, variable, message in (
         (ZEN3, "sse9", "", "--isa sse9: unknown; choose from amx, avx512bf16, "),
         (ZEN3, "avxvnni", "", "--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"),
         (ZEN3, None, "avx512", "EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512"),
-        (SAPPHIRE_RAPIDS, "amx", "", "--isa amx: Linux does not permit AMX (5.16 or later does); choose "),
+        (SAPPHIRE_RAPIDS, "amx", "", "--isa amx: this Linux kernel does not permit AMX (needs 5.16 or"),
     ):
-        on(features, variable, amx_permitted=False)
-        with refused(words):
+        processor(features, variable, amx_permitted=False)
+        with refused(message):
             isa.choose(name)

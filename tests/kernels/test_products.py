@@ -1,6 +1,6 @@
 """Linear layers and norms against PyTorch in float64.
 
-A row's result never depends on the other rows, nor on concurrent callers.
+Results are batch-invariant, and independent of concurrent callers.
 """
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +23,8 @@ STORED = (
 )
 
 
-def check_alone(compute, x) -> None:
-    """Any subset of the rows of x [n, K], in any layout, on any number of threads, gives the same bits."""
+def check_batch_invariant(compute, x) -> None:
+    """Assert that subsets of the rows of x [n, K], other layouts and thread counts give the same bits."""
     whole, n = compute(x), len(x)
     for count in (1, 2, 3, 7, 8, 11, 12, 13, 25):
         for first in {0, 1, 5, n // 2, n - count}:
@@ -46,36 +46,36 @@ def check_alone(compute, x) -> None:
     *zip((1, 13, 40), (31, 16, 75), GATES),
 ))
 def test_products(each_isa, dtype, activation, mode, inputs, rows, columns):
-    """Exactly the product of the rounded x with the dequantized weight."""
+    """Equal to the product of the quantized inputs and the dequantized weight."""
     layer = random_layer(mode, inputs, columns * (1 if activation is None else 2), dtype)
     packed, draw = PackedLinear(each_isa, layer, dtype, activation), draws(rows)
-    x, onto = draw(2, rows, inputs).mul(0.3).to(dtype), draw(2, rows, columns, dtype=dtype)
+    x, residual = draw(2, rows, inputs).mul(0.3).to(dtype), draw(2, rows, columns, dtype=dtype)
     x[0, 0, :64] = 0
     expected = product(layer, x, activation)
     close(packed(x), expected, dtype)
-    close(packed(x, onto), expected + onto, dtype)
-    check_alone(packed, x.flatten(0, 1))
+    close(packed(x, residual), expected + residual, dtype)
+    check_batch_invariant(packed, x.flatten(0, 1))
     if activation is None:
         assert packed.logits(x).dtype == torch.float32
         close(packed.logits(x), expected, torch.float32)
-        check_alone(packed.logits, x.flatten(0, 1))
+        check_batch_invariant(packed.logits, x.flatten(0, 1))
 
 
 @pytest.mark.parametrize("rows", (1, 6, 40))
 @pytest.mark.parametrize("mode, inputs", [case for case in STORED if case[0].startswith("q6")])
-def test_six_bits_give_the_bits_of_eight(each_isa, mode, inputs, rows):
+def test_q6_equals_q8_with_the_same_values(each_isa, mode, inputs, rows):
     layer, x = random_layer(mode, inputs, 75, torch.float32), draws(rows)(rows, inputs)
-    found = PackedLinear(each_isa, layer, torch.float32)(x)
-    eight = QuantizedLinear(inputs, 75, False, layer.kind._replace(mode="q8"))
+    q6_output = PackedLinear(each_isa, layer, torch.float32)(x)
+    q8_layer = QuantizedLinear(inputs, 75, False, layer.kind._replace(mode="q8"))
     layer.weight.data = values(layer.kind, layer.weight)
-    eight.load_state_dict(layer.state_dict(), strict=False)
-    eight.bias = layer.bias
-    same(found, PackedLinear(each_isa, eight, torch.float32)(x))
+    q8_layer.load_state_dict(layer.state_dict(), strict=False)
+    q8_layer.bias = layer.bias
+    same(q6_output, PackedLinear(each_isa, q8_layer, torch.float32)(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode, inputs", STORED)
-def test_rows_of_an_embedding_table(each_isa, dtype, mode, inputs):
+def test_embeddings_equal_dequantized_rows(each_isa, dtype, mode, inputs):
     layer, tokens = random_layer(mode, inputs, 75, dtype), torch.tensor([[74, 0, 31], [32, 5, 64]])
     codes, minima = layer.codes if layer.kind.unit else None, layer.kind.minima
     table = torch.empty(0, inputs, dtype=dtype), layer.weight, layer.scale, codes, minima
@@ -88,7 +88,7 @@ def test_rms_norm(each_isa, dtype, size):
     x, weight = draws(size)(40, size, dtype=dtype), draws(1)(size)
     expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
     close(each_isa.ops.rms_norm(x, weight, 1e-5), expected, dtype)
-    check_alone(lambda x: each_isa.ops.rms_norm(x, weight, 1e-5), x)
+    check_batch_invariant(lambda x: each_isa.ops.rms_norm(x, weight, 1e-5), x)
 
 
 @pytest.fixture
@@ -99,15 +99,15 @@ def multiply():
 
 
 def test_concurrent_callers(multiply):
-    """Several Python threads call at once while the number of threads changes."""
+    """Python threads call concurrently while the number of kernel threads changes."""
     expected = multiply()
     torch.set_num_threads(3)
 
-    def work(seed):
+    def call_repeatedly(_):
         return all(torch.equal(multiply(), expected) for _ in range(200))
 
     with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(work, i) for i in range(8)]
+        results = [pool.submit(call_repeatedly, i) for i in range(8)]
         for count in (2, 5, 3, 1):
             torch.set_num_threads(count)
             same(multiply(), expected)
@@ -115,7 +115,7 @@ def test_concurrent_callers(multiply):
     torch.set_num_threads(1)
 
 
-def test_a_forked_process_has_threads_of_its_own(multiply):
+def test_forked_process_computes(multiply):
     torch.set_num_threads(2)
     expected = multiply()
     child = os.fork()

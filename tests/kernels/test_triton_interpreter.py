@@ -12,12 +12,12 @@ from helpers import ROOT
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
-@pytest.mark.parametrize("which", ("not expensive", pytest.param("expensive", marks=pytest.mark.expensive)))
-def test_triton_interpreter(which):
+@pytest.mark.parametrize("marker", ("not expensive", pytest.param("expensive", marks=pytest.mark.expensive)))
+def test_triton_interpreter(marker):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q",
-         "--import-mode=importlib", "-m", which, str(ROOT / "tests/kernels/gpu")],
+         "--import-mode=importlib", "-m", marker, str(ROOT / "tests/kernels/gpu")],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]

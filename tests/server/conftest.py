@@ -1,4 +1,4 @@
-"""A server for the tests of this folder, and plain decoding of the same model in this process."""
+"""Fixtures: a server, and plain decoding with the same model in this process."""
 from collections.abc import Callable
 from functools import partial
 
@@ -11,10 +11,11 @@ def server(golden, tmp_path_factory) -> Serving:
     """The golden target with its EAGLE-3 head: three slots, a queue of five, a context of 300 tokens."""
     options = "--speculate", "eagle3", "--tree", "16,3,4", "--slots", "3", "--queue", "5"
     options += "--max-tokens", "120"
-    log, room = tmp_path_factory.mktemp("server") / "log", ("--max-seq-len", "300", "--model-name", "golden")
-    with serving(golden, log, *options, *room) as running:
-        yield running
-    assert "Traceback" not in running.printed() and "destroyed" not in running.printed()
+    options += "--max-seq-len", "300", "--model-name", "golden"
+    with serving(golden, tmp_path_factory.mktemp("server") / "log", *options) as server:
+        yield server
+    # "destroyed": asyncio's "Task was destroyed but it is pending!".
+    assert "Traceback" not in server.printed() and "destroyed" not in server.printed()
 
 
 @pytest.fixture(scope="session")

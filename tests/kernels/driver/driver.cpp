@@ -1,5 +1,5 @@
-// The kernels without PyTorch: computes what test_standalone.py writes into a file, and checks that rows alone and other
-// threads give the same bits. Without a file it prints how weights and caches lie.
+// The kernels without PyTorch: processes records that test_standalone.py writes to a file, and checks that single rows
+// and other numbers of threads give the same bits. Without a file, prints the layout of weights and caches.
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -53,7 +53,7 @@ void linear(int64_t item) {
   write(all);
 }
 
-Bytes keys, values;  // of the latest record: one without them goes on with these
+Bytes keys, values;  // of the latest record; the next one may continue with them
 template <class E>
 void attend(int64_t item) {
   PassArgs args{};
@@ -89,7 +89,7 @@ void attend(int64_t item) {
 
 int main(int count, char** arguments) {
 #if defined(__x86_64__) && defined(__linux__)
-  syscall(SYS_arch_prctl, 0x1023, 18);  // asks Linux for tiles, as kernels/isa.py does
+  syscall(SYS_arch_prctl, 0x1023, 18);  // request AMX tiles from Linux, like kernels/isa.py
 #endif
   if (count < 2) {
     for (int64_t x : layout()) std::printf("%d ", int(x));

@@ -1,5 +1,5 @@
 // The instructions of kernels/csrc/amx.h in software, in the order of Intel's definition, for processors without
-// them. What would fault there ends the program here.
+// them. Where the instructions would fault, the program aborts.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ struct SoftwareTile {
   int rows = 0, words = 0;
   uint32_t at[16][16] = {};
 };
-inline thread_local SoftwareTile tiles[8];  // as registers are
+inline thread_local SoftwareTile tiles[8];  // per thread, like registers
 
 inline void need(bool good, const char* what) {
   if (good) return;
@@ -52,7 +52,7 @@ void store_tile(void* to, int64_t stride) {
     std::memcpy(static_cast<char*>(to) + r * stride, tiles[T].at[r], tiles[T].words * 4);
 }
 
-// What is too small for its exponent becomes 0, before and after each operation.
+// Flush subnormals to 0, before and after each operation.
 inline float flushed(float x) { return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float flushed(uint32_t bits) {
   float x;
