@@ -79,7 +79,7 @@ class ScaledExperts(Experts):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         scores = (self.router(tokens).float() * self.factor).softmax(-1)
-        weight, chosen = scores.topk(self.used, dim=-1)
+        weight, chosen = scores.topk(self.top_k, dim=-1)
         return weight / ordered_sum(weight)[:, None] * self.expert_scale.float()[chosen], chosen
 
 

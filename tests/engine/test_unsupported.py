@@ -33,13 +33,13 @@ def test_server_slots_fit_in_memory(target, monkeypatch):
     If free memory is unknown, nothing is rejected.
     """
     make = partial(largest_engine, target, DraftOptions(), max_seq_len=300)
-    cache_bytes = make(batch=4, smallest=4).runner.cache_bytes
+    cache_bytes = make(batch=4, min_batch=4).runner.cache_bytes
     monkeypatch.setattr("engine.runner.free_memory", lambda device: cache_bytes + 1)
-    assert make(batch=16, smallest=1).batch == 4
+    assert make(batch=16, min_batch=1).batch == 4
     with pytest.raises(ValueError, match=r"the caches of 16 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
-        make(batch=16, smallest=16)
+        make(batch=16, min_batch=16)
     monkeypatch.setattr("engine.runner.free_memory", lambda device: None)
-    assert make(batch=16, smallest=16).batch == 16
+    assert make(batch=16, min_batch=16).batch == 16
 
 
 @pytest.mark.parametrize("compile", (False, True))
