@@ -1,28 +1,26 @@
 """GPU self-check: compare each kernel, then one captured step, with their PyTorch definitions.
 
-It runs once, at the start of warmup, with the loaded model. A kernel that gives wrong results or raises an
-error falls back to its definition (`kernels.gpu.fallback`). If the captured step does, steps run eagerly.
+It runs once, at the start of warmup, with the loaded model. A kernel that is wrong or raises an error falls
+back to its definition (`kernels.gpu.fallback`). If the captured step is wrong, steps run uncompiled.
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.errors import first_line
 from engine.runner import ModelRunner, round_up
 from engine.sampling import Modes, Sampling, restrict
 from engine.step import accept_and_commit, draft_and_verify
 from kernels.gpu import fallback
-from kernels.kv_dtypes import from_bytes
 from model import KVCache, KVCaches
-from tree import Tree, gather_tokens
+from tree import gather_tokens
 
 MAX_CONTEXT = 3000  # tokens, enough for several splits of the keys
 STALE_VALUE = 50.0  # in cache slots that no token may attend to
@@ -57,19 +55,23 @@ def entries(cache: KVCache, slots: Tensor) -> tuple[Tensor, ...]:
     """Return copies of the keys and values at slots [B, n]."""
     b = torch.arange(len(slots), device=slots.device)[:, None]
     kv = cache.k[b, slots], cache.v[b, slots]
-    return tuple(from_bytes(x, torch.float32) if x.dtype == torch.uint8 else x for x in kv)
+    return tuple(x.view(torch.float8_e4m3fn).float() if x.dtype == torch.uint8 else x for x in kv)
 
 
-def kv_caches(runner: ModelRunner) -> list[KVCache]:
-    """Return the target's KV caches, without the states of recurrent layers."""
-    return [cache for cache in runner.caches if isinstance(cache, KVCache)]
+def snapshot(module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that restores the present values of all buffers."""
+    values = {name: x.clone() for name, x in module.named_buffers()}
+
+    def restore() -> None:
+        for name, x in values.items():
+            module.get_buffer(name).copy_(x)
+
+    return restore
 
 
-@contextlib.contextmanager
-def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
-    """Fill the batch with random requests in this context. Yields a function that resets them."""
+def fill_requests(runner: ModelRunner) -> None:
+    """Fill the batch and its caches with random requests."""
     state, B, rng = runner.state, runner.batch, torch.Generator(runner.device).manual_seed(0)
-    saved = {name: x.clone() for name, x in state.named_buffers()}
     max_length = min(MAX_CONTEXT, runner.cache_slots - runner.extra_slots - state.max_commit - 2)
     state.length.copy_(torch.linspace(max_length, min(63, max_length), B).long())
     state.tokens.random_(runner.target.args.vocab_size, generator=rng)
@@ -81,42 +83,33 @@ def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     count = min(max_length + runner.extra_slots + 64, runner.cache_slots)
     slots = torch.arange(count, device=runner.device).expand(B, -1)
     stale = (slots >= state.length[:, None])[..., None, None]
-    for cache in runner.caches:
+    for cache in (*runner.caches, *(runner.drafter.caches or ())):
         if not isinstance(cache, KVCache):
             cache.randomize(state.length, rng)
-    for cache in (*kv_caches(runner), *(runner.drafter.caches or ())):
-        kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=runner.device, generator=rng)
+            continue
+        kv = torch.randn(2, B, count, *cache.k.shape[2:], device=runner.device, generator=rng)
         cache.write(*kv.masked_fill(stale, STALE_VALUE).to(state.features.dtype), slots)
-    start = {name: x.clone() for name, x in state.named_buffers()}
-
-    def reset(values: dict[str, Tensor] = start) -> None:
-        for name, x in values.items():
-            state.get_buffer(name).copy_(x)
-
-    try:
-        yield reset
-    finally:
-        reset(saved)
 
 
-@contextlib.contextmanager
-def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
-    """Compare each kernel launch in this context with its definition. Yields the errors by kernel name."""
+def compare_kernels(runner: ModelRunner, live: Tensor, of_kernel: float, of_pass: float) -> dict[str, str]:
+    """Compare each kernel launch of an eager step with its definition. Return errors by kernel name.
+
+    live: the live cache slots. of_kernel: the maximum error; of_pass: of "dense", which is a whole pass.
+    """
+    arguments = runner.device_step, runner.target, runner.caches, runner.drafter, runner.state
     failed: dict[str, str] = {}
 
     def observe(name: str, kernel: Callable, definition: Callable, args: tuple):
-        state = [(x, x.clone()) for x in (args[0].state, args[0].start)] if name == "delta" else []
-
-        def written_tensors():
-            """Return copies of the tensors that the kernel or its definition writes in place."""
-            return entries(args[0], args[3].slots) if name == "attend" else [x.clone() for x, _ in state]
-
+        reset, written = (lambda: None), list  # what the kernel writes, besides its result
+        if name == "delta":
+            reset, written = snapshot(args[0]), lambda: [x.clone() for x in args[0].buffers()]
+        elif name == "attend":
+            written = partial(entries, args[0], args[3].slots)
         try:
-            result = kernel(*args), written_tensors()
-            for x, saved in state:
-                x.copy_(saved)
-            expected = definition(*args), written_tensors()
-            largest = difference(name, result, expected, max_error)
+            result = kernel(*args), written()
+            reset()
+            expected = definition(*args), written()
+            largest = difference(name, result, expected, of_pass if name == "dense" else of_kernel)
             if largest.ratio > 1:
                 failed[name] = f"relative error {largest.error:.2g}"
             return expected[0]
@@ -126,38 +119,34 @@ def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
             failed[name] = first_line(e)
             return definition(*args)
 
-    fallback.observers.append(observe)
-    try:
-        yield failed
-    finally:
-        fallback.observers.pop()
+    with patch.object(fallback, "observer", observe):
+        verified = draft_and_verify(*arguments, live, True)
+        accept_and_commit(*arguments, verified, *Modes(sampled=True, restricted=True))
+    return failed
 
 
-def step_difference(
-    runner: ModelRunner, step: Callable, reset: Callable, live_slots: Tensor, modes: Modes, max_error: float
-) -> Difference:
-    """Run a step, then its definition on the drafted tree. Return the largest difference."""
+def compare_step(runner: ModelRunner, reset: Callable, live_slots: Tensor, modes: Modes, max_error: float):
+    """Run a captured step, then its definition on the drafted tree. Return the largest `Difference`."""
     state, target, drafter, W = runner.state, runner.target, runner.drafter, runner.drafter.shape.max_commit
+    step, caches = runner.device_step, [cache for cache in runner.caches if isinstance(cache, KVCache)]
     reset()
     length = state.length.clone()
-    drafted, path = step()
-    drafted, path = Tree(*(x.clone() if torch.is_tensor(x) else x for x in drafted)), path.clone()
+    ran = runner.step(runner.slot_range(0, runner.batch), runner.live_slots(len(live_slots)), drafter, modes)
+    drafted, path = tree_map_only(Tensor, torch.clone, ran)
     slots = length[:, None] + torch.arange(drafted.tokens.shape[1], device=length.device)
-    kv = [entries(cache, slots) for cache in kv_caches(runner)]
+    kv = [entries(cache, slots) for cache in caches]
     tokens, features = state.out[:, :W].clone(), state.features[:, :W].clone()
     window = torch.arange(W, device=length.device)
     emitted = window < state.out[:, -3, None]
 
     reset()
     with patch.object(fallback, "disabled", {*fallback.KERNELS}):
-        device_step = runner.device_step
-        noise = device_step.noise(state, W, target.args.vocab_size) if modes.sampled else None
-        expected = device_step.draft(drafter, state, live_slots, noise)
-        logits, new = device_step.verify(
-            target, drafted, state, live_slots, runner.caches, drafter.aux_layers)
-        KVCaches.move(kv_caches(runner), length[:, None] + path, length[:, None] + window)
+        noise = step.noise(state, W, target.args.vocab_size) if modes.sampled else None
+        expected = step.draft(drafter, state, live_slots, noise)
+        logits, new = step.verify(target, drafted, state, live_slots, runner.caches, drafter.aux_layers)
+        KVCaches.move(caches, length[:, None] + path, length[:, None] + window)
     differences = [difference(f"layer {i}", x, entries(cache, slots), max_error)
-                   for i, (x, cache) in enumerate(zip(kv, kv_caches(runner)))]
+                   for i, (x, cache) in enumerate(zip(kv, caches))]
     if expected.scores is not None:
         scores = (x.scores.sort().values for x in (drafted, expected))
         differences.append(difference("draft", *scores, max_error))
@@ -177,8 +166,7 @@ def step_difference(
 
 def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallback.KERNELS) -> list[str]:
     """Return the names that failed on any rank: all ranks must launch the same kernels."""
-    ranks = runner.target.ranks
-    if ranks is None:
+    if (ranks := runner.target.ranks) is None:
         return [*failed]
     by_rank = ranks.all_gather(torch.tensor([name in failed for name in names], device=runner.device))
     return [name for name, any_failed in zip(names, by_rank.any(0).tolist()) if any_failed]
@@ -188,29 +176,28 @@ def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallba
 def check(runner: ModelRunner, samplings: Sequence[Sampling]) -> None:
     """Check the kernels, disable those that fail, then check the captured step. Log every fallback.
 
-    samplings: those of the first request, whose modes the checked step gets. Empty: a greedy step.
+    samplings: those of the first request; its kind of step is checked. Empty: a greedy step.
     """
     modes = Modes.of_requests(samplings, runner.has_graphs)
     epsilon = torch.finfo(runner.target.embed.dtype).eps
-    kernel_error, step_error = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
+    of_kernel, of_step = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
+    restore = snapshot(runner.state)
     try:
-        with runner.device_context(), random_requests(runner) as reset:
-            max_length = int(runner.state.length.max())
-            live_slots = runner.slot_ids[: round_up(max_length + runner.extra_slots + 1, 64)]
-            with compare_kernels(kernel_error) as failed:
-                arguments = runner.device_step, runner.target, runner.caches, runner.drafter, runner.state
-                verified = draft_and_verify(*arguments, live_slots, True)
-                accept_and_commit(*arguments, verified, *Modes(sampled=True, restricted=True))
+        with runner.device_context():
+            fill_requests(runner)
+            reset, max_length = snapshot(runner.state), int(runner.state.length.max())
+            live = runner.slot_ids[: round_up(max_length + runner.extra_slots + 1, 64)]
+            failed = compare_kernels(runner, live, of_kernel, of_step)
             for name in failed_on_any_rank(runner, failed):
                 reason = failed.get(name, "it fails on another rank")
                 fallback.disabled.add(name)
                 runner.fell_back(f"kernel {name!r} falls back to PyTorch, which is slower: {reason}")
-            live = runner.slot_range(0, runner.batch), runner.live_slots(len(live_slots))
-            step = partial(runner.step, *live, runner.drafter, modes)
-            largest = step_difference(runner, step, reset, live_slots, modes, step_error)
+            largest = compare_step(runner, reset, live, modes, of_step)
             if failed_on_any_rank(runner, {"step": ""} if largest.ratio > 1 else {}, ("step",)):
                 runner.run_eagerly()
                 runner.fell_back("the captured step gives wrong results; steps now run eagerly:"
                                  f" {largest.name}: relative error {largest.error:.2g}")
     except torch.OutOfMemoryError:
         runner.fell_back("the kernels are not checked: too little memory is free")
+    finally:
+        restore()

@@ -13,7 +13,7 @@ from helpers import ROOT
 # folder: STEPS implement the engine's `Step`; engine/sampling.py is below.
 STEPS = {
     "kernels/cpu.py", "kernels/choose.py", "kernels/gpu/backend.py",
-    "kernels/gpu/cache.py", "kernels/gpu/mask.py",
+    "kernels/gpu/cache.py",
     "kernels/gpu/attention.py", "kernels/check_ranks.py",
 }
 LAYERS = (

@@ -17,10 +17,9 @@ import extensions
 from engine.graphs import materialize
 from engine.step import Backend, Step
 from head import Head
-from kernels.gpu import dense, experts, products, ranking, sampling
-from kernels.gpu.cache import Float8LayerCaches, LayerCaches
+from kernels.gpu import dense, experts, products, sampling
+from kernels.gpu.cache import Float8LayerCaches, LayerCaches, TreeMask
 from kernels.gpu.fallback import disabled, with_fallback
-from kernels.gpu.mask import TreeMask
 from model import Transformer
 from tree import gather_tokens
 
@@ -41,7 +40,7 @@ class CudaStep(Step):
     def rank(
         self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        scores, index = ranking.top_k(logits, noise, k)
+        scores, index = sampling.top_k(logits, noise, k)
         return scores, index if ids is None else ids[index]
 
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:

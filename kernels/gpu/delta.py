@@ -44,12 +44,6 @@ def read_token(
 
 
 @triton.jit
-def boundary_after(length, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the boundary of tokens after `length`, see `families.hybrid.boundary_of`."""
-    return tl.maximum(length - LEVELS, 0) // BLOCK * BLOCK
-
-
-@triton.jit
 def load_state(state, b, h, start, d, e, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
     """Return where the state of a head is, which of it exists, and the state; it is zero at boundary 0."""
     at = state + ((b * NV + h).to(tl.int64) * DK + d)[:, None] * DV + e[None]
@@ -58,63 +52,52 @@ def load_state(state, b, h, start, d, e, NV: tl.constexpr, DK: tl.constexpr, DV:
 
 
 @triton.jit
-def advance_kernel(
-    mixed, rates, length, start, state, RING, NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Advance states [B, NV, DK, DV] from `start` [B] to the boundary of tokens after `length` [B]."""
-    wait_for_previous(PDL)
-    b, h = tl.program_id(1) // NV, tl.program_id(1) % NV
-    d, e = tl.arange(0, BLOCK_K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    length, first = tl.load(length + b).to(tl.int32), tl.load(start + b).to(tl.int32)
-    boundary = boundary_after(length, BLOCK, LEVELS)
-    if first < boundary:
-        at, mask, x = load_state(state, b, h, first, d, e, NV, DK, DV)
-        for slot in range(first, boundary):
-            x = read_token(x, slot, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
-        tl.store(at, x, mask=mask)
-
-
-@triton.jit
 def delta_kernel(
     mixed, rates, length, start, state, local, out, T, NODES, RING, scale, NK: tl.constexpr, NV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, ADVANCE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Compute the outputs [B, T, NV, DV] of NODES of T tokens in slots length [B] ...
+    """ADVANCE: advance states [B, NV, DK, DV] from `start` [B] to the boundary of tokens after `length` [B].
 
-    state: at the boundary of `length`, see `advance_kernel`; the boundary goes to `start`. local [B, T, T]:
-    the path of each token.
+    Then: compute the outputs [B, T, NV, DV] of NODES of T tokens in slots length [B] ... The boundary (see
+    `families.hybrid.boundary_of`) goes to `start`. local [B, T, T]: the path of each token.
     """
     wait_for_previous(PDL)
     b, h = tl.program_id(1) // NV, tl.program_id(1) % NV
     d, e = tl.arange(0, BLOCK_K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     length = tl.load(length + b).to(tl.int32)
-    first = boundary_after(length, BLOCK, LEVELS)
-    if h + tl.program_id(0) + tl.program_id(2) == 0:  # never back: a free slot's state may be ahead
-        known = tl.where(length > 0, tl.load(start + b), 0)
-        tl.store(start + b, tl.maximum(known, first.to(tl.int64)))
-    _, _, root = load_state(state, b, h, first, d, e, NV, DK, DV)
-    for slot in range(first, length):
-        root = read_token(root, slot, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
-    begin = tl.program_id(2) * NODES
-    x = root
-    for i in range(begin, tl.minimum(begin + NODES, T)):
-        path = local + (b * T + i).to(tl.int64) * T
-        known = i > begin
-        if known:  # nodes are in order of depth: an ancestor next to its descendant is its parent
-            known = tl.load(path + i - 1) != 0
-        if not known:
-            x = root
-            for j in range(i):
-                if tl.load(path + j) != 0:
-                    x = read_token(x, length + j, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
-        x = read_token(x, length + i, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
-        row = (b * RING + (length + i) % RING).to(tl.int64) * (2 * NK * DK + NV * DV)
-        q = load_unit(mixed + row + h // (NV // NK) * DK, d, DK) * scale
-        to = out + ((b * T + i).to(tl.int64) * NV + h) * DV + e
-        tl.store(to, tl.sum(x * q[:, None], 0), mask=e < DV)
+    boundary = tl.maximum(length - LEVELS, 0) // BLOCK * BLOCK
+    if ADVANCE:
+        first = tl.load(start + b).to(tl.int32)
+        if first < boundary:
+            at, mask, x = load_state(state, b, h, first, d, e, NV, DK, DV)
+            for slot in range(first, boundary):
+                x = read_token(x, slot, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
+            tl.store(at, x, mask=mask)
+    else:
+        if h + tl.program_id(0) + tl.program_id(2) == 0:  # never back: a free slot's state may be ahead
+            known = tl.where(length > 0, tl.load(start + b), 0)
+            tl.store(start + b, tl.maximum(known, boundary.to(tl.int64)))
+        _, _, root = load_state(state, b, h, boundary, d, e, NV, DK, DV)
+        for slot in range(boundary, length):
+            root = read_token(root, slot, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
+        begin = tl.program_id(2) * NODES
+        x = root
+        for i in range(begin, tl.minimum(begin + NODES, T)):
+            path = local + (b * T + i).to(tl.int64) * T
+            known = i > begin
+            if known:  # nodes are in order of depth: an ancestor next to its descendant is its parent
+                known = tl.load(path + i - 1) != 0
+            if not known:
+                x = root
+                for j in range(i):
+                    if tl.load(path + j) != 0:
+                        x = read_token(x, length + j, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
+            x = read_token(x, length + i, b, h, d, e, mixed, rates, RING, NK, NV, DK, DV)
+            row = (b * RING + (length + i) % RING).to(tl.int64) * (2 * NK * DK + NV * DV)
+            q = load_unit(mixed + row + h // (NV // NK) * DK, d, DK) * scale
+            to = out + ((b * T + i).to(tl.int64) * NV + h) * DV + e
+            tl.store(to, tl.sum(x * q[:, None], 0), mask=e < DV)
 
 
 @triton.jit
@@ -189,10 +172,9 @@ def delta(
         "BLOCK_K": max(16, triton.next_power_of_2(dk)), "BLOCK": BLOCK, "LEVELS": MAX_LEVELS,
         **launch_options(mixed.device),
     }
-    given = mixed, rates, length.contiguous(), start, state
-    advance_kernel[parts, B * nv](*given, ring, **shape)
-    grid = parts, B * nv, triton.cdiv(T, nodes)
-    delta_kernel[grid](*given, local.contiguous(), out, T, nodes, ring, dk**-0.5, **shape)
+    given = mixed, rates, length.contiguous(), start, state, local.contiguous(), out, T, nodes, ring
+    for advance, blocks in (True, 1), (False, triton.cdiv(T, nodes)):
+        delta_kernel[parts, B * nv, blocks](*given, dk**-0.5, ADVANCE=advance, **shape)
     return out
 
 

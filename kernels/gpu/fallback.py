@@ -6,7 +6,7 @@ from functools import partial, wraps
 
 KERNELS = "attend", "delta", "dense", "linear", "experts", "rank", "restrict"
 disabled: set[str] = set()  # kernels whose PyTorch definition runs instead
-observers: list[Callable] = []  # the last is called instead of a kernel: (name, kernel, definition, args)
+observer: Callable | None = None  # called instead of a kernel: (name, kernel, definition, args)
 
 
 def with_fallback(name: str, definition: Callable) -> Callable:
@@ -14,8 +14,8 @@ def with_fallback(name: str, definition: Callable) -> Callable:
     def decorate(kernel: Callable) -> Callable:
         @wraps(kernel)
         def kernel_or_definition(*args, **options):
-            if observers and name not in disabled:
-                return observers[-1](name, partial(kernel, **options), partial(definition, **options), args)
+            if observer is not None and name not in disabled:
+                return observer(name, partial(kernel, **options), partial(definition, **options), args)
             return (definition if name in disabled else kernel)(*args, **options)
 
         return kernel_or_definition

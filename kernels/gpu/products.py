@@ -37,6 +37,7 @@ from kernels.gpu.registers import (
 from kernels.quantized import INT8_ACTIVATION_MODES, MXFP4, Quantized, QuantizedLinear, round_inputs
 from kernels.stored import expand_scales, pack_values, values
 
+PREFETCHED_STEPS = tl.constexpr(3)  # of 16-bit weights that a program asks L2 for while it waits
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
 # The interpreter has no inline assembly and no bfloat16 products; float32 gives the same values.
 TO_FLOAT32 = tl.constexpr(INTERPRETED)
@@ -59,8 +60,7 @@ def inputs_of_group(w, j: tl.constexpr, SCALED_K: tl.constexpr):
 @triton.jit
 def sum_quantized(
     rows, valid, weight, scale, tile, start, stop, N, K, BITS: tl.constexpr, FLOATS: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Return the sums [BLOCK_N, BLOCK_M] of steps start ... stop - 1 of a tile of outputs, in float32.
 
@@ -92,7 +92,7 @@ def sum_quantized(
                 part = inputs_of_group(w, j, SCALED_K)
                 # Use each product before the next one starts: Triton overwrites the inputs of products in
                 # flight (triton-lang/triton#9433).
-                product = tl.dot(part, tl.trans(a.to(w.dtype)), input_precision=PRECISION)
+                product = tl.dot(part, tl.trans(a.to(w.dtype)), input_precision="ieee")
                 if POWERS:  # the smallest is subnormal
                     bits = tl.where(unit == 0, 1 << 22, unit.to(tl.int32) << 23)
                     sums += product * bits.to(tl.float32, bitcast=True)[:, None]
@@ -106,13 +106,12 @@ def sum_quantized(
 
 @triton.jit
 def add_floats(
-    sums, rows, valid, weight, start, stop, K, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr = None,
+    sums, rows, valid, weight, start, stop, K, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee", STAGES: tl.constexpr = None,
 ):
     """Add steps start ... stop - 1 to sums [BLOCK_N, BLOCK_M].
 
-    rows [BLOCK_M], weight [BLOCK_N]: pointers to the K inputs of each token and output. Weights of outputs
-    that do not exist may be any.
+    rows [BLOCK_M], weight [BLOCK_N]: pointers to the K inputs of tokens and outputs. PRECISION: of float32.
     """
     for step in tl.range(start, stop, num_stages=STAGES):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -123,17 +122,6 @@ def add_floats(
             a, w = a.to(tl.float32), w.to(tl.float32)
         sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
     return sums
-
-
-@triton.jit
-def add_minima(sums, totals, valid, shifts, groups, PRECISION: tl.constexpr):
-    """Add what the minima of groups contribute to sums [BLOCK_N, BLOCK_M].
-
-    totals [BLOCK_M], shifts [BLOCK_N]: pointers to the sums of each token's groups of inputs, and to what
-    multiplies them for each output.
-    """
-    precision: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
-    return add_floats(sums, totals, valid, shifts, 0, tl.cdiv(groups, 16), groups, False, precision, 16, 1)
 
 
 @triton.jit
@@ -161,13 +149,6 @@ def sum_partials(partial_sums, arrived, worker, first_worker, others, is_later, 
 
 
 @triton.jit
-def prefetch(pointers):
-    """Load the cache lines at `pointers` into L2."""
-    text: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(text, "=r,l", [pointers], tl.int32, False, 1)
-
-
-@triton.jit
 def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Return the outputs of a tile [BLOCK_N]. GATED: half of them gates, half those that they multiply."""
     n = tl.arange(0, BLOCK_N)
@@ -179,17 +160,53 @@ def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def store_outputs(
-    sums, tile, squares, bias, residual, out, norm, weighted, next_squares, M, N, K, TILES, eps,
-    GATED: tl.constexpr,
+def prefetch(weight, first, end, steps, N, K, GATED: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Ask L2 for 16-bit weights of the first steps of a program's first ... end - 1."""
+    text: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    line = tl.arange(0, BLOCK_K // 64) * 64
+    for step in range(first, tl.minimum(first + PREFETCHED_STEPS, end)):
+        rows = weight + outputs_of(step // steps, N, BLOCK_N, GATED).to(tl.int64) * K
+        pointers = rows[:, None] + (step % steps * BLOCK_K + line)[None]
+        tl.inline_asm_elementwise(text, "=r,l", [pointers], tl.int32, False, 1)
+
+
+@triton.jit
+def sum_tile(
+    rows, valid, weight, scale, tile, start, stop, N, K, BITS: tl.constexpr, FLOATS: tl.constexpr,
+    GROUP: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Compute a tile's outputs from its sums [BLOCK_N, BLOCK_M], see `product_kernel`."""
+    """`sum_quantized`, or the same sums of a 16-bit weight."""
+    if BITS == 16:
+        n = tl.minimum(outputs_of(tile, N, BLOCK_N, GATED), N - 1).to(tl.int64)
+        sums = tl.zeros((BLOCK_N, rows.shape[0]), tl.float32)
+        sums = add_floats(sums, rows, valid, weight + n * K, start, stop, K, EVEN_K, BLOCK_K)
+    else:
+        sums = sum_quantized(
+            rows, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP, EVEN_K, BLOCK_N, BLOCK_K
+        )
+    return sums
+
+
+@triton.jit
+def store_outputs(
+    sums, tile, token, first_row, row, valid, totals, shifts, bias, residual, squares, out, norm, weighted,
+    next_squares, N, K, TILES, eps, GROUP: tl.constexpr, GATED: tl.constexpr,
+):
+    """Compute a tile's outputs from its sums [BLOCK_N, BLOCK_M], see `product_kernel`.
+
+    token, first_row + row [BLOCK_M]: rows of x and of the outputs.
+    """
     BLOCK_N: tl.constexpr = sums.shape[0]
     BLOCK_M: tl.constexpr = sums.shape[1]
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     dtype: tl.constexpr = out.dtype.element_ty
-    row = tl.arange(0, BLOCK_M)
-    valid = (tl.program_id(0) * BLOCK_M + row < M)[:, None]
+    if shifts is not None:
+        n, groups = tl.minimum(outputs_of(tile, N, BLOCK_N, GATED), N - 1), K // GROUP
+        totals, shifts = totals + token.to(tl.int64) * groups, shifts + n.to(tl.int64) * groups
+        groups_of_16 = tl.cdiv(groups, 16)
+        sums = add_floats(sums, totals, valid, shifts, 0, groups_of_16, groups, False, 16, "tf32x3", 1)
     if squares is not None:
         total, some = tl.zeros((BLOCK_M,), tl.float32), tl.arange(0, 16)
         for first in range(0, TILES, 16):
@@ -204,82 +221,95 @@ def store_outputs(
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         sums = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
         N = N // 2
-    column = tile * WIDTH + tl.arange(0, WIDTH)
-    y = tl.trans(sums).to(dtype)
-    block = (tl.program_id(0) * BLOCK_M).to(tl.int64) * N  # offsets within a tile fit 32 bits
-    at, inside = row[:, None] * N + column[None], valid & (column < N)[None]
+    column, y = tl.arange(0, WIDTH) + tile * WIDTH, tl.trans(sums).to(dtype)
+    first = first_row * N  # offsets within a tile fit 32 bits
+    at, inside = row[:, None] * N + column[None], valid[:, None] & (column < N)[None]
     if residual is not None:
-        y = tl.load(residual + block + at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)
-    tl.store(out + block + at, y.to(dtype), mask=inside)
+        y = tl.load(residual + first + at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)
+    tl.store(out + first + at, y.to(dtype), mask=inside)
     if norm is not None:
         y = y.to(dtype).to(tl.float32)
         tl.store(weighted + at, (y * tl.load(norm + column)[None].to(tl.float32)).to(dtype), mask=inside)
-        tl.store(next_squares + tile * BLOCK_M + row, tl.sum(tl.where(valid, y * y, 0.0), 1))
+        tl.store(next_squares + tile * BLOCK_M + row, tl.sum(tl.where(valid[:, None], y * y, 0.0), 1))
 
 
 @triton.jit
 def product_kernel(
-    x, weight, scale, totals, shifts, squares, bias, residual, out, norm, weighted, next_squares,
-    partial_sums, arrived, M, N, K, TILES, eps, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scale, totals, shifts, bias, residual, squares, out, norm, weighted, next_squares, order,
+    tiles, partial_sums, arrived, M, N, K, TILES, STRIDE, SHARING, eps, BITS: tl.constexpr,
+    FLOATS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """Compute out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, and what follows it, in this order.
 
-    weight: BITS 4 or 8 in register order, FLOATS: e4m3; or 16, without scale. scale: [K/GROUP, N], or [N] if
-    GROUP is 0. totals [M, K/GROUP], shifts [N, K/GROUP]: of weights with minima, the sums of groups of inputs
-    and their factors. squares [TILES, BLOCK_M]: sums of squares of each token, whose RMSNorm's factor
+    weight: BITS 4 or 8 in register order, FLOATS: e4m3 or e2m1; or 16, without scale. scale: [K/GROUP, N], or
+    [N] if GROUP is 0. totals [M, K/GROUP], shifts [N, K/GROUP]: of weights with minima, the sums of groups of
+    inputs and their factors. squares [TILES, BLOCK_M]: sums of squares of each token, whose RMSNorm's factor
     multiplies the product. bias [N]. GATED: SwiGLU of the first and the second half of the N outputs.
     residual [M, N]: is added. norm [N]: also write weighted = out * norm, and out's sums of squares by tile.
     squares, norm: for one block of tokens, and tiles of whole outputs, as GATED.
 
+    order, tiles: of `kernels.gpu.experts.sort_kernel`. A block of rows is then a tile of assignments of one
+    expert, one program computes a whole tile of outputs, and SHARING assignments share a token of x. Weights
+    [E, STRIDE], scale, shifts and bias are those of all experts.
+
     EVEN_K: BLOCK_K divides K. partial_sums: scratch for two tiles per program. arrived: zeros, and zeros
-    again afterwards. PREFETCHED: steps of 16-bit weights that a program asks L2 for while it waits. Sums are
-    float32.
+    again afterwards. Sums are float32.
     """
-    worker, workers = tl.program_id(1), tl.num_programs(1)
-    block_workers = tl.program_id(0) * workers  # number of the first worker of this block of tokens
+    block, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(K, BLOCK_K)
     work = tl.cdiv(N, BLOCK_N) * steps
     share = tl.cdiv(work, workers)
-    first = worker * share
-    end = tl.minimum(first + share, work)
-    if PDL and BITS == 16:  # weights do not depend on the kernel before this one
-        line = tl.arange(0, BLOCK_K // 64) * 64
-        for step in range(first, tl.minimum(first + PREFETCHED, end)):
-            rows = weight + outputs_of(step // steps, N, BLOCK_N, GATED).to(tl.int64) * K
-            prefetch(rows[:, None] + (step % steps * BLOCK_K + line)[None])
+    first, end = worker * share, tl.minimum(worker * share + share, work)
+    if PDL and BITS == 16 and tiles is None:  # weights do not depend on the kernel before this one
+        prefetch(weight, first, end, steps, N, K, GATED, BLOCK_N, BLOCK_K)
     wait_for_previous(PDL)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows, valid = x + row.to(tl.int64) * K, row < M
-    for tile in range(first // steps, tl.cdiv(end, steps)):
-        start, stop = tl.maximum(first - tile * steps, 0), tl.minimum(end - tile * steps, steps)
-        if BITS == 16:
-            columns = weight + outputs_of(tile, N, BLOCK_N, GATED).to(tl.int64) * K
-            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            sums = add_floats(sums, rows, valid, columns, start, stop, K, EVEN_K, PRECISION, BLOCK_K)
-        else:
-            sums = sum_quantized(
-                rows, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP, EVEN_K, PRECISION,
+    if tiles is not None:
+        tile = tiles + 3 * block
+        expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+        of_expert = expert * N * (K // GROUP if GROUP else 1)
+        weight += expert * STRIDE
+        if scale is not None:
+            scale += of_expert
+        if shifts is not None:
+            shifts += of_expert
+        if bias is not None:
+            bias += expert * N
+        if first < end:
+            valid = first + tl.arange(0, BLOCK_M) < end
+            row = tl.load(order + first + tl.arange(0, BLOCK_M), mask=valid, other=0)
+            token = row // SHARING
+            sums = sum_tile(
+                x + token.to(tl.int64) * K, valid, weight, scale, worker, 0, steps, N, K, BITS, FLOATS, GROUP,
+                GATED, EVEN_K, BLOCK_N, BLOCK_K,
+            )
+            store_outputs(
+                sums, worker, token, 0, row.to(tl.int64), valid, totals, shifts, bias, residual, squares, out,
+                norm, weighted, next_squares, N, K, TILES, eps, GROUP, GATED,
+            )
+    else:
+        first_row, row = block * BLOCK_M, tl.arange(0, BLOCK_M)
+        token, valid = first_row + row, first_row + row < M
+        rows = x + token.to(tl.int64) * K
+        for tile in range(first // steps, tl.cdiv(end, steps)):
+            start, stop = tl.maximum(first - tile * steps, 0), tl.minimum(end - tile * steps, steps)
+            sums = sum_tile(
+                rows, valid, weight, scale, tile, start, stop, N, K, BITS, FLOATS, GROUP, GATED, EVEN_K,
                 BLOCK_N, BLOCK_K,
             )
-        is_last = stop - start == steps
-        if stop - start < steps:
-            first_worker = tile * steps // share
-            others = (tile * steps + steps - 1) // share - first_worker
-            is_last, sums = sum_partials(
-                partial_sums, arrived, block_workers + worker, block_workers + first_worker, others,
-                tl.minimum(start, 1), sums, valid,
-            )
-        if is_last:
-            if shifts is not None:
-                n, groups = tl.minimum(outputs_of(tile, N, BLOCK_N, GATED), N - 1), K // GROUP
-                of_tokens, factors = totals + row.to(tl.int64) * groups, shifts + n.to(tl.int64) * groups
-                sums = add_minima(sums, of_tokens, valid, factors, groups, PRECISION)
-            store_outputs(
-                sums, tile, squares, bias, residual, out, norm, weighted, next_squares, M, N, K, TILES, eps,
-                GATED,
-            )
+            is_last = stop - start == steps
+            if stop - start < steps:
+                first_worker = tile * steps // share
+                others = (tile * steps + steps - 1) // share - first_worker
+                is_last, sums = sum_partials(
+                    partial_sums, arrived, block * workers + worker, block * workers + first_worker, others,
+                    tl.minimum(start, 1), sums, valid,
+                )
+            if is_last:
+                store_outputs(
+                    sums, tile, token, first_row.to(tl.int64), row, valid, totals, shifts, bias, residual,
+                    squares, out, norm, weighted, next_squares, N, K, TILES, eps, GROUP, GATED,
+                )
 
 
 def block_m(tokens: int, dtype: torch.dtype, bits: int, group: int) -> int:
@@ -291,19 +321,23 @@ def block_m(tokens: int, dtype: torch.dtype, bits: int, group: int) -> int:
     return min(max(16, triton.next_power_of_2(tokens)), largest)
 
 
-def tile_config(tokens: int, dtype: torch.dtype, bits: int, shared: int) -> tuple[triton.Config, int]:
+def tile_config(
+    tokens: int, dtype: torch.dtype, bits: int, shared: int, grouped: bool = False
+) -> tuple[triton.Config, int]:
     """Return the tile for this BLOCK_M, and how many of its programs a multiprocessor of an H100 holds.
 
-    bits: of a weight's value. The tile fits in `shared` bytes and spills no registers on an A100, an H100 and
-    a B200. On an H200 no other tile was more than 8 % faster for any layer of an 8B
+    bits: of a weight's value. grouped: of experts. The tile fits in `shared` bytes and spills no registers on
+    an A100, an H100 and a B200. On an H200 no other tile was more than 8 % faster for any layer of an 8B
     (benchmarks/results/gpu-products.json).
     """
-    if dtype == torch.float32:  # for tests: products without tensor cores fill registers
+    if dtype == torch.float32 and (grouped or bits < 16):  # for tests: no tensor cores, registers are filled
         block_n, block_k, warps, stages, resident = 64, 64, 4, 1, 2
+    elif grouped:
+        block_n, block_k, warps, stages, resident = 64, 128 if tokens == 16 else 64, 4, 4, 1
     else:
         block_n, block_k, warps, stages, resident = {
             (16, 4): (64, 128, 4, 6, 3), (16, 8): (64, 128, 4, 4, 3), (64, 4): (128, 128, 8, 4, 1),
-            (64, 8): (64, 128, 4, 4, 2), (128, 8): (128, 64, 8, 5, 1),
+            (64, 8): (64, 128, 4, 4, 2), (128, 8): (128, 64, 8, 5, 1), (16, 16): (64, 128, 4, 4, 1),
         }.get((tokens, bits), (64, 128, 4, 5, 2))
     stage_bytes = block_k * (2 * tokens + block_n * bits // 8)  # upper bound: one stage is in registers
     tile = {"BLOCK_N": block_n, "BLOCK_K": block_k}
@@ -326,60 +360,73 @@ def program_count(tiles: int, steps: int, processors: float, resident: int) -> i
 
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())
 def linear(
-    x: Tensor, weight: Tensor, scale: Tensor, totals: Tensor | None, shifts: Tensor | None,
-    bias: Tensor | None, residual: Tensor | None, outputs: int, bits: int, floats: bool, group: int,
-    float32: bool,
-) -> Tensor:
-    """Multiply x [..., K] by a weight as `product_kernel` takes it, + bias -> [..., N], N = outputs.
+    x: Tensor, weight: Tensor, scale: Tensor | None, totals: Tensor | None, shifts: Tensor | None,
+    outputs: int, bits: int, floats: bool, group: int, bias: Tensor | None = None,
+    residual: Tensor | None = None, squares: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, gated: bool = False, float32: bool = False, order: Tensor | None = None,
+    tiles: Tensor | None = None, block: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `product_kernel` -> (out [..., N], weighted [..., N], squares [tiles, BLOCK_M]), N = outputs.
 
-    The result is float32 if asked for, else in x's dtype, rounded before it is added to residual [..., N].
+    x [..., K]. With `order` [S] and `tiles` of `block` assignments, x is [S, K], or [R, K] if the assignments
+    of a token share it, and out [S, N]. out is float32 if asked for, else in x's dtype, rounded before
+    residual is added. Without `norm`, the last two are empty.
     """
-    N, K, rows = outputs, x.shape[-1], x.reshape(-1, x.shape[-1])
-    out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if float32 else x.dtype)
+    N, K, rows = outputs, x.shape[-1], x.reshape(-1, x.shape[-1]).contiguous()
+    results = _results(x, weight, scale, totals, shifts, outputs, bits, floats, group, bias, residual,
+                       squares, norm, eps, gated, float32, order)
     _, shared, processors = gpu_of(x.device)
-    tokens = block_m(len(rows), x.dtype, bits, group)
-    config, resident = tile_config(tokens, x.dtype, bits, shared)
-    tile, blocks = config.all_kwargs(), triton.cdiv(len(rows), tokens)
-    tiles, steps = triton.cdiv(N, tile["BLOCK_N"]), triton.cdiv(K, tile["BLOCK_K"])
-    workers = program_count(tiles, steps, processors / blocks, resident)
-    partial_sums = torch.empty(
-        2 * blocks * workers * tokens * tile["BLOCK_N"], dtype=torch.float32, device=x.device)
+    tokens = block or block_m(len(rows), x.dtype, bits, group)
+    config, resident = tile_config(tokens, x.dtype, bits, shared, tiles is not None)
+    tile, blocks = config.all_kwargs(), triton.cdiv(len(rows), tokens) if tiles is None else len(tiles)
+    workers, scratch = triton.cdiv(N, tile["BLOCK_N"]), 0
+    if tiles is None:
+        steps = triton.cdiv(K, tile["BLOCK_K"])
+        workers = program_count(workers, steps, processors / blocks, resident)
+        scratch = blocks * workers
     product_kernel[blocks, workers](
-        rows.contiguous(), weight, scale, None if totals is None else totals.contiguous(), shifts, None, bias,
-        None if residual is None else residual.contiguous(), out, None, None, None, partial_sums,
-        arrival_counters(x.device, blocks * workers), len(rows), N, K, 0, 0.0, BITS=bits, FLOATS=floats,
-        GROUP=group, GATED=False, EVEN_K=K % tile["BLOCK_K"] == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tokens, PREFETCHED=0, **tile,
+        rows, weight, scale, None if totals is None else totals.contiguous(), shifts, bias,
+        None if residual is None else residual.contiguous(), squares, results[0], norm,
+        *(results[1:] if norm is not None else (None, None)), order, tiles,
+        x.new_empty(2 * scratch * tokens * tile["BLOCK_N"], dtype=torch.float32),
+        arrival_counters(x.device, scratch), len(rows), N, K, 0 if squares is None else len(squares),
+        weight[0].numel(), 1 if order is None else len(order) // len(rows), eps, BITS=bits, FLOATS=floats,
+        GROUP=group, GATED=gated, EVEN_K=K % tile["BLOCK_K"] == 0, BLOCK_M=tokens, **tile,
         **launch_options(x.device),
     )
-    return out
+    return results
 
 
 @linear.register_fake
-def _(x, weight, scale, totals, shifts, bias, residual, outputs, bits, floats, group, float32):
-    return x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if float32 else x.dtype)
+def _results(
+    x, weight, scale, totals, shifts, outputs, bits, floats, group, bias=None, residual=None, squares=None,
+    norm=None, eps=0.0, gated=False, float32=False, order=None, tiles=None, block=0,
+):
+    shape = *(x.shape[:-1] if order is None else order.shape), outputs // (2 if gated else 1)
+    out = x.new_empty(shape, dtype=torch.float32 if float32 else x.dtype)
+    weighted = x.new_empty(0 if norm is None else out.shape)
+    return out, weighted, x.new_empty(0 if norm is None else (outputs // 64, 16), dtype=torch.float32)
 
 
 @with_fallback("linear", QuantizedLinear.product)
 def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, float32: bool) -> Tensor:
     """`QuantizedLinear.product` in one kernel."""
-    if layer.kind and layer.kind.ordered:  # `round_inputs` in the order of the weight
-        x = x[..., layer.order]
-        x = round_inputs(x, layer.kind.rounded_inputs) if layer.mode in INT8_ACTIVATION_MODES else x
-    else:
-        x = layer.round_inputs(x)
-    weight, scale, shifts, *of_layer = kernel_operands(layer)
-    totals = None if shifts is None else x.float().unflatten(-1, (-1, layer.group)).sum(-1)
-    return linear(x, weight, scale, totals, shifts, layer.bias, residual, *of_layer, float32)
+    return linear(*kernel_operands(layer, x), layer.bias, residual, float32=float32)[0]
 
 
-def kernel_operands(module: Quantized) -> tuple:
-    """Return weight, scales, factors of the sums of groups (None without minima), outputs, bits, whether they
-    are floats, and group of a module after `reorder`.
+def kernel_operands(module: Quantized, x: Tensor) -> tuple:
+    """Return the first arguments of `linear`, for a module after `reorder`: x as the mode rounds it, weight,
+    scales, sums of x's groups and their factors (None without minima), outputs, bits, floats, group.
     """
+    if module.kind and module.kind.ordered:  # `round_inputs` in the order of the weight
+        x = x[..., module.order]
+        x = round_inputs(x, module.kind.rounded_inputs) if module.mode in INT8_ACTIVATION_MODES else x
+    else:
+        x = module.round_inputs(x)
     scale, shifts = (getattr(module, name, None) for name in ("group_scales", "shifts"))
-    of_layer = module.outputs, 4 if has_nibbles(module) else 8, module.mode in ("f8", MXFP4), module.group
-    return module.weight, module.scale if scale is None else scale, shifts, *of_layer
+    totals = None if shifts is None else x.float().unflatten(-1, (-1, module.group)).sum(-1)
+    of_module = module.outputs, 4 if has_nibbles(module) else 8, module.mode in ("f8", MXFP4), module.group
+    return x, module.weight, module.scale if scale is None else scale, totals, shifts, *of_module
 
 
 def has_nibbles(module: Quantized) -> bool:

@@ -14,66 +14,39 @@ from kernels.stored import pack_pairs
 
 LAYOUT_BLOCK = tl.constexpr(64)  # rows and inputs of a weight that are stored together
 RUN = tl.constexpr(1024)  # 16-bit words that four warps load at once, 16 bytes per thread
-# Assembly from two stored words in a register to registers of two 16-bit floats. An integer n < 128 or-ed
-# into the mantissa of the base, 128 in bfloat16 or 1024 in float16, gives base + n. The sign bit of a byte,
-# or-ed into another base, gives base + 128. The value is their difference.
-BYTES = """{{
-    .reg .b32 high, low, sign, minus;
-    mov.b32 minus, {minus};
-    shr.u32 high, $2, 8;
-    lop3.b32 low, $2, 0x007F007F, {base}, 0xEA;
-    lop3.b32 sign, $2, 0x00800080, {base}, 0xEA;
-    fma.rn.{kind} $0, sign, minus, low;
-    lop3.b32 low, high, 0x007F007F, {base}, 0xEA;
-    lop3.b32 sign, high, 0x00800080, {base}, 0xEA;
-    fma.rn.{kind} $1, sign, minus, low;
-}}"""
-# A nibble stores its value + 8, which is subtracted with the base.
-NIBBLES = """{{
-    .reg .b32 word, one, less;
-    mov.b32 one, {one};
-    mov.b32 less, {less};
-""" + "".join(f"""    shr.u32 word, $4, {4 * i};
-    lop3.b32 word, word, 0x000F000F, {{base}}, 0xEA;
-    fma.rn.{{kind}} ${i}, word, one, less;
-""" for i in range(4)) + "}}"
 
 
-def _assembly(kind: str, one: str, minus: str, base: str, less: str) -> tuple[tl.constexpr, tl.constexpr]:
-    """Return BYTES and NIBBLES for a dtype, whose 1, -1, base and -(base + 8) are given twice in hex."""
-    words = {"kind": kind, "one": one, "minus": minus, "base": base, "less": less}
-    return tuple(tl.constexpr(text.format(**words)) for text in (BYTES, NIBBLES))
+@triton.constexpr_function
+def assembly(bits, floats, dtype):
+    """Return the assembly from two stored words in a register to 16 / bits registers of two 16-bit floats.
 
+    An integer n < 128 or-ed into the mantissa of the base, 128 in bfloat16 or 1024 in float16, gives base +
+    n. A nibble stores its value + 8, which is subtracted with the base. The sign bit of a byte, or-ed into
+    another base, gives base + 128, which is subtracted from the former.
 
-BYTES_TO_BF16, NIBBLES_TO_BF16 = _assembly(
-    "bf16x2", "0x3F803F80", "0xBF80BF80", "0x43004300", "0xC308C308")
-BYTES_TO_FP16, NIBBLES_TO_FP16 = _assembly(
-    "f16x2", "0x3C003C00", "0xBC00BC00", "0x64006400", "0xE408E408")
-
-
-def _floats_assembly(kind: str, bits: int, shift: int, scale: str) -> tl.constexpr:
-    """Return the assembly from e2m1 or e4m3 numbers, in the order of NIBBLES or BYTES.
-
-    The bits after the sign, `shift` bits up, become the lowest of the exponent and the highest of the
-    mantissa of a 16-bit float. That float times `scale`, a power of two, is the value, also if subnormal.
+    The bits after the sign of an e2m1 or e4m3 number become the lowest of the exponent and the highest of the
+    mantissa of a float. That float times a power of two is the value, also if it is subnormal.
     """
-    count, mask = 16 // bits, f"{(1 << bits - 1) - 1 << shift:04X}"
-    lines = [f".reg .b32 word, sign, scale, zero; mov.b32 zero, 0x80008000; mov.b32 scale, 0x{scale}{scale}"]
+    kind, base, one, minus, less, moved, scales = {
+        "bf16": ("bf16x2", "4300", "3F80", "BF80", "C308", (6, 4), ("7E80", "7B80")),
+        "fp16": ("f16x2", "6400", "3C00", "BC00", "E408", (9, 7), ("7400", "5C00")),
+    }[dtype.name]
+    count, up = 16 // bits, moved[bits // 8] if floats else 0
+    factor, source, term = scales[bits // 8], "sign", "term"
+    if not floats:
+        factor, source, term = (one, "word", "term") if bits == 4 else (minus, "sign", "word")
+    mask = "000F" if bits == 4 and not floats else f"{(1 << bits - 1) - 1 << up:04X}"
+    sign_mask, onto = ("8000", ("0", "word")) if floats else ("0080", ("base", "base"))
+    values = {"factor": factor, "term": "8000" if floats else less, "base": base}
+    lines = [".reg .b32 word, sign, factor, term, base"]
+    lines += [f"mov.b32 {name}, 0x{value}{value}" for name, value in values.items()]
     for i in range(count):
-        up = shift - bits * i
-        lines += [
-            f"shl.b32 word, ${count}, {up}" if up >= 0 else f"shr.u32 word, ${count}, {-up}",
-            f"shl.b32 sign, ${count}, {16 - bits - bits * i}",
-            "lop3.b32 sign, sign, 0x80008000, 0, 0xEA",
-            f"lop3.b32 word, word, 0x{mask}{mask}, sign, 0xEA", f"fma.rn.{kind} ${i}, word, scale, zero",
-        ]
-    return tl.constexpr("".join(["{", *(f"\n    {line};" for line in lines), "\n}"]))
-
-
-E2M1_TO_BF16 = _floats_assembly("bf16x2", 4, 6, "7E80")
-E2M1_TO_FP16 = _floats_assembly("f16x2", 4, 9, "7400")
-E4M3_TO_BF16 = _floats_assembly("bf16x2", 8, 4, "7B80")
-E4M3_TO_FP16 = _floats_assembly("f16x2", 8, 7, "5C00")
+        shifts = {"word": up - bits * i, "sign": 16 - bits - bits * i if floats else -bits * i}
+        lines += [f"sh{'rl'[n >= 0]}.b32 {name}, ${count}, {abs(n)}" for name, n in shifts.items()]
+        lines += [f"lop3.b32 word, word, 0x{mask}{mask}, {onto[0]}, 0xEA",
+                  f"lop3.b32 sign, sign, 0x{sign_mask}{sign_mask}, {onto[1]}, 0xEA",
+                  f"fma.rn.{kind} ${i}, {source}, factor, {term}"]
+    return "".join(["{", *(f"\n    {line};" for line in lines), "\n}"])
 
 
 # A layout block of 64 x 64 values is 4 warps of 2 x 8 rows, and its inputs are 4 times 2 x 4 pairs: the order
@@ -138,28 +111,20 @@ def to_floats(
     """
     N_BLOCKS: tl.constexpr = BLOCK_N // LAYOUT_BLOCK
     K_BLOCKS: tl.constexpr = BLOCK_K // LAYOUT_BLOCK
-    if BITS == 8:
-        if dtype == tl.float32:
-            a, b = code_to_float32(words, 0, BITS, FLOATS), code_to_float32(words, 8, BITS, FLOATS)
-        else:
-            if FLOATS:
-                text: tl.constexpr = E4M3_TO_BF16 if dtype == tl.bfloat16 else E4M3_TO_FP16
-            else:
-                text: tl.constexpr = BYTES_TO_BF16 if dtype == tl.bfloat16 else BYTES_TO_FP16
-            a, b = tl.inline_asm_elementwise(text, "=&r,=&r,r", [words], (dtype.value, dtype.value), True, 2)
-        y = tl.join(a, b).reshape(K_BLOCKS, 2, N_BLOCKS, 4, 8, 4, 4, 2, 2).permute(2, 3, 1, 4, 0, 6, 8, 5, 7)
-    else:
-        if dtype == tl.float32:
-            a, b = code_to_float32(words, 0, BITS, FLOATS), code_to_float32(words, 4, BITS, FLOATS)
+    if dtype == tl.float32:
+        a, b = code_to_float32(words, 0, BITS, FLOATS), code_to_float32(words, BITS, BITS, FLOATS)
+        if BITS == 4:
             c, d = code_to_float32(words, 8, BITS, FLOATS), code_to_float32(words, 12, BITS, FLOATS)
-        else:
-            if FLOATS:
-                text: tl.constexpr = E2M1_TO_BF16 if dtype == tl.bfloat16 else E2M1_TO_FP16
-            else:
-                text: tl.constexpr = NIBBLES_TO_BF16 if dtype == tl.bfloat16 else NIBBLES_TO_FP16
+    else:
+        text: tl.constexpr = assembly(BITS, FLOATS, dtype)
+        if BITS == 4:
             a, b, c, d = tl.inline_asm_elementwise(
-                text, "=&r,=&r,=&r,=&r,r", [words], (dtype.value,) * 4, True, 2
-            )
+                text, "=&r,=&r,=&r,=&r,r", [words], (dtype.value,) * 4, True, 2)
+        else:
+            a, b = tl.inline_asm_elementwise(text, "=&r,=&r,r", [words], (dtype.value,) * 2, True, 2)
+    if BITS == 4:
         y = tl.join(tl.join(a, b), tl.join(c, d)).reshape(K_BLOCKS, N_BLOCKS, 4, 8, 4, 4, 2, 2, 2)
         y = y.permute(1, 2, 8, 3, 0, 5, 7, 4, 6)
+    else:
+        y = tl.join(a, b).reshape(K_BLOCKS, 2, N_BLOCKS, 4, 8, 4, 4, 2, 2).permute(2, 3, 1, 4, 0, 6, 8, 5, 7)
     return y.reshape(BLOCK_N, BLOCK_K)

@@ -19,6 +19,7 @@ from engine import graphs
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.graphs import CapturedCalls, CompiledFunction
+from engine.runner import default_batch_sizes
 from engine.sampling import Modes, Sampling
 from engine.step import Step
 from kernels.choose import choose_backend
@@ -275,6 +276,27 @@ def test_captured_calls(cuda):
     assert captured(("read", 1), lambda: 5, freeze) == 5 and len(lines) == 1, "later calls are not captured"
 
 
+def test_outputs_are_read_after_their_copies(cuda, monkeypatch):
+    """Copies to pinned memory start at once and do not block; the host waits for them when it reads."""
+    order, empty = [], torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda shape, dtype, pin_memory: empty(shape, dtype=dtype).fill_(pin_memory))
+    event = SimpleNamespace(
+        record=lambda stream: order.append("recorded"), synchronize=lambda: order.append("waited"))
+    monkeypatch.setattr("torch.cuda.Event", lambda: event)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: cuda)
+    copy = torch.Tensor.copy_
+
+    def start(host, x, non_blocking):
+        order.append(("copied", int(host.max()), non_blocking))
+        return copy(host, x)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", start)
+    read = graphs.copy_to_host((torch.tensor([[3, 4]]), torch.tensor([5.0])))
+    assert order == [("copied", 1, True)] * 2 + ["recorded"]
+    assert read() == [[[3, 4]], [5.0]] and order[3:] == ["waited"]
+
+
 def test_a_function_that_cannot_be_compiled_runs_eagerly(monkeypatch):
     lines = []
     monkeypatch.setattr(graphs, "compile_graph", lambda function, options: lambda *args: 1 / 0)
@@ -321,6 +343,7 @@ def test_after_an_exhaustive_warm_up_nothing_is_compiled_or_captured(monkeypatch
     # Compiled for one to three requests, greedy and sampled: verify and commit. For prompts, one graph for
     # all chunks, of one request and of three; on a GPU none.
     assert len(compiled) == 3 * 2 * 2 + 2, compiled
+    assert default_batch_sizes(16, captured=True) == (1, 4, 16)  # so a server of 16 slots compiles 12 graphs
     compiled.clear()
     warm_shapes = {*shapes}
     warm_keys, passes = set(calls), [*engine.runner.passes.values()][:2]

@@ -3,6 +3,7 @@ import re
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -68,6 +69,8 @@ def compile_for(
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
+    # What kernels ask for the compute capability (`triton.language.target_info`).
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
     compiled = triton.compile(source, target=target, options=options)
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -14,7 +14,7 @@ from helpers.ahead_of_time import SHARED, compile_for, devices, expensive
 from triton import next_power_of_2
 
 from families.hybrid import BLOCK, MAX_LEVELS
-from kernels.gpu import attention, delta, dense, experts, products, ranking, sampling
+from kernels.gpu import attention, delta, dense, experts, products, sampling
 
 pytestmark = pytest.mark.slow
 ALL_DEVICES, THREE_DEVICES = devices(80, 86, 89, 90, 100, 120), devices(80, 90, 100)
@@ -67,12 +67,9 @@ def attend(
     block_m, keys, warps, stages = attention.tile_config(rows * group, dtype, SHARED[capability], hd)
     types = {
         **dict.fromkeys(("qkv", "q_norm", "k_norm", "out"), dtype),
-        **dict.fromkeys(("k", "v"), cache_dtype or dtype), "scale": "fp32", "HEADS": nkv,
-        "GROUP": group, "HEAD_DIM": hd, "BLOCK_HALF": next_power_of_2(hd // 2),
-        "BLOCK_D": next_power_of_2(hd), "BLOCK_M": block_m, "BLOCK_N": keys, "BLOCK_NEW": min(keys, 32),
-        "SPLITS": 4, "MIN_SPLIT": 128, "CACHED_NODES": cached_nodes,
-        "PRECISION": "ieee" if dtype == F32 else "tf32",
-        "E4M3": capability >= 89, "SEPARATE_DOTS": capability >= 100 and dtype != F32,
+        **dict.fromkeys(("k", "v"), cache_dtype or dtype), "scale": "fp32", "HEADS": nkv, "GROUP": group,
+        "HEAD_DIM": hd, "BLOCK_D": next_power_of_2(hd), "BLOCK_M": block_m, "BLOCK_N": keys, "SPLITS": 4,
+        "CACHED_NODES": cached_nodes,
     }
     types |= {} if norm else {"q_norm": None, "k_norm": None}
     types |= {} if window else {"oldest": None}
@@ -126,38 +123,31 @@ def test_dense(capability, gated, pdl):
     into L2 before it waits.
     """
     pdl = pdl and capability >= 90
-    tensors = "x", "weight", "bias", "residual", "out", "norm", "weighted"
-    types = dict.fromkeys(tensors, BF16) | dict.fromkeys(("squares", "next_squares"), F32) | {
-        "BITS": 16, "FLOATS": False, "GROUP": 0, "EVEN_K": True, "GATED": gated, "PRECISION": "tf32",
-        "PREFETCHED": dense.PREFETCHED, "BLOCK_M": dense.MAX_TOKENS, "BLOCK_N": dense.BLOCK_N,
-        "BLOCK_K": dense.BLOCK_K, **dict.fromkeys("MNK", "i32"),
-        **dict.fromkeys(("scale", "totals", "shifts")),
-    }
-    if gated:
-        types |= dict.fromkeys(("bias", "residual", "norm"))
-    options = {"warps": dense.TILE["num_warps"], "stages": dense.TILE["num_stages"], "pdl": pdl}
-    binary = compiled(capability, products.product_kernel, types, **options)
+    tile, _ = products.tile_config(16, BF16, 16, SHARED[capability])
+    options = {"pdl": pdl, "dense": True, "gated": gated}
+    binary = multiply(capability, "16 bits", tile, dense.MAX_TOKENS, **options)
     assert binary.on_tensor_cores and (capability != 90 or 2 * binary.shared <= SHARED[90])
     before = binary.ptx.partition("griddepcontrol.wait")[0]
     assert not pdl or ("prefetch.global.L2" in before and not re.search(r"\b(ld|st)\.global", before))
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
-SORTED = {"CHUNK": sampling.MAX_CHUNK, "CHUNKS": 63}
+SORTED = {"CHUNK": sampling.SORTED_CHUNK, "CHUNKS": 63}
 DELTA = {  # Qwen3.5-27B
     "NK": 16, "NV": 48, "DK": 128, "DV": 128, "BLOCK_K": 128, "COLUMNS": delta.COLUMNS, "BLOCK": BLOCK,
     "LEVELS": MAX_LEVELS,
 }
 OTHERS = {  # name -> (kernel, warps, argument types and constants)
-    "top_k": (ranking.top_k_kernel, 4, {
-        "CHUNK": ranking.MAX_CHUNK, "BLOCK_TOP": 16, "CHUNKS": 16,
+    "top_k": (sampling.top_k_kernel, 4, {
+        "CHUNK": sampling.RANKED_CHUNK, "BLOCK_TOP": 16, "CHUNKS": 16,
         "BLOCK_CHUNKS": 16}),
     "sort": (sampling.sort_kernel, 8, SORTED),
     "threshold": (sampling.threshold_kernel, 8, SORTED | {"BLOCK_CHUNKS": 64}),
     "sort experts": (experts.sort_kernel, 4, {
         "S": ANY, "ONE_TILE": True, "BLOCK_M": 16, "CHUNK": experts.SORT_CHUNK}),
     "write tokens": (delta.write_kernel, 4, {"NV": 48, "TAPS": 4, "BLOCK": delta.CHANNELS, "VALUES": "i32"}),
-    "advance states": (delta.advance_kernel, 4, DELTA), "DeltaNet layers": (delta.delta_kernel, 4, DELTA),
+    "advance states": (delta.delta_kernel, 4, DELTA | {"ADVANCE": True}),
+    "DeltaNet layers": (delta.delta_kernel, 4, DELTA | {"ADVANCE": False}),
 }
 
 
@@ -178,24 +168,27 @@ WEIGHTS = {  # bits, group, dtype of scales
 }
 
 
-UNUSED = dict.fromkeys(("bias", "squares", "norm", "weighted", "next_squares"))  # with quantized weights
-UNUSED |= {"GATED": False, "PREFETCHED": 0}
-
-
-def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spilled=0):
-    """Compile a matmul kernel for weights of a kind (a key of `WEIGHTS`), with tiles of this many rows."""
+def multiply(
+    capability, kind, tile, rows, dtype=BF16, even=True, spilled=0, experts=False, dense=False, gated=False,
+    pdl=False,
+):
+    """Compile the matmul kernel for weights of a kind, with a tile of this many rows. experts: grouped."""
     bits, group, scale = WEIGHTS[kind]
     types = {
-        **dict.fromkeys(("x", "bias", "residual", "out"), dtype), "scale": scale,
-        **dict.fromkeys(("N", "K", "STRIDE"), "i32"),
+        **dict.fromkeys(("x", "bias", "residual", "out", "norm", "weighted"), dtype), "scale": scale,
+        **dict.fromkeys(("N", "K", "STRIDE"), "i32"), **dict.fromkeys(("squares", "next_squares"), F32),
         "weight": dtype if bits == 16 else torch.int16, "BITS": bits, "GROUP": group, "EVEN_K": even,
-        "FLOATS": kind in ("f8/128", "mxfp4"),
-        "PRECISION": "ieee" if dtype == F32 else "tf32", "BLOCK_M": rows, **tile.kwargs,
+        "FLOATS": kind in ("f8/128", "mxfp4"), "GATED": gated, "BLOCK_M": rows, **tile.kwargs,
+        **dict.fromkeys(("totals", "shifts"), F32 if kind.startswith("q") else None),
     }
-    minima = F32 if kind.startswith("q") else None
-    types |= {"totals": minima, "shifts": minima} | ({} if kernel is experts.grouped_kernel else UNUSED)
-    binary = compiled(capability, kernel, types, spilled, warps=tile.num_warps, stages=tile.num_stages)
-    assert binary.on_tensor_cores == (dtype != F32)
+    unused = [*(() if experts else ("order", "tiles")), *(("scale",) if bits == 16 else ())]
+    unused += ["bias", "residual", "norm"] if gated else ["residual"] if experts else []
+    unused += [] if dense else ["squares", "norm"] if experts else ["bias", "squares", "norm"]
+    unused += ["weighted", "next_squares"] if "norm" in unused else []
+    options = {"warps": tile.num_warps, "stages": tile.num_stages, "pdl": pdl}
+    kernel = products.product_kernel
+    binary = compiled(capability, kernel, types | dict.fromkeys(unused), spilled, **options)
+    assert binary.on_tensor_cores == (dtype != F32 or kind.startswith("q"))  # minima are summed on them
     return binary
 
 
@@ -217,7 +210,7 @@ def test_products(capability, kind, rows):
     tile, resident = products.tile_config(rows, BF16, WEIGHTS[kind][0], SHARED[capability])
     may_spill = capability in (86, 89, 120) and kind != "int8"
     spilled = 24 if may_spill else 8 if capability == 80 and kind == "q4/32" else 0
-    binary = multiply(capability, products.product_kernel, kind, tile, rows, spilled=spilled)
+    binary = multiply(capability, kind, tile, rows, spilled=spilled)
     assert not binary.chained
     if capability == 90:
         threads = 32 * tile.num_warps
@@ -243,7 +236,7 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     bits, group, _ = WEIGHTS[kind]
     rows = products.block_m(60, dtype, bits, group)
     tile, _ = products.tile_config(rows, dtype, bits, SHARED[capability])
-    multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
+    multiply(capability, kind, tile, rows, dtype, even)
 
 
 @pytest.mark.parametrize("capability", (90, *expensive(80, 86, 89, 100, 120)))
@@ -253,8 +246,9 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     *expensive(*product(("q8/16", "f8/128"), (1, experts.STORED_BLOCK_M))),
 ])
 def test_experts(capability, kind, rows):
-    """gpt-oss has 2880 inputs, not a multiple of the tile for few rows."""
-    tile, even = experts.tile_config(rows, BF16), kind != "mxfp4" or rows > 1
-    options = {"even": even, "spilled": 8 if capability == 86 else 0}
-    binary = multiply(capability, experts.grouped_kernel, kind, tile, tile.kwargs["BLOCK_M"], **options)
+    """gpt-oss has 2880 inputs, which the tile for few rows does not divide."""
+    block = experts.block_m(rows, BF16, stored=kind.startswith(("q", "f")))
+    tile, _ = products.tile_config(block, BF16, WEIGHTS[kind][0], SHARED[capability], grouped=True)
+    options = {"even": kind != "mxfp4" or rows > 1, "spilled": 8 if capability == 86 else 0}
+    binary = multiply(capability, kind, tile, block, experts=True, **options)
     assert capability != 90 or kind == "16 bits" or in_flight(binary) == {"0x0"}

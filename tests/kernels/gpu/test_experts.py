@@ -7,7 +7,7 @@ import torch
 from helpers.ahead_of_time import expensive
 
 from families.experts import Experts, MixtureArgs
-from kernels.gpu import experts
+from kernels.gpu import experts, products
 from kernels.gpu.device import INTERPRETED
 from kernels.gpu.products import kernel_operands
 from kernels.scheme import AS_STORED, Scheme, replace_linears
@@ -82,7 +82,7 @@ def test_every_value(device):
     values, stack = layer.w_down.dequantize(torch.float32), ours(layer, device).w_down
     slots = experts.sort_assignments(torch.arange(E, device=device).repeat_interleave(count)[:, None], E, 16)
     x = torch.eye(64, device=device)[:count].repeat(E, 1)
-    y = experts.grouped_product(x, *kernel_operands(stack), None, *slots, E)
+    y = products.linear(*kernel_operands(stack, x), None, order=slots[0], tiles=slots[1], block=16)[0]
     assert torch.equal(y.cpu().view(E, count, H), values[..., :count].transpose(1, 2))
 
 
@@ -113,8 +113,8 @@ def test_one_graph_for_every_routing(device):
     x, chosen = torch.randn(5, H, device=device), torch.arange(15, device=device).view(5, 3) % E
     slots, checks = experts.sort_assignments(chosen, E, 16), ("test_schema", "test_faketensor")
     torch.library.opcheck(experts.sort_assignments, (chosen, E, 16), test_utils=checks)
-    given = x, *kernel_operands(layer.w_gate_up), None, *slots, 5
-    torch.library.opcheck(experts.grouped_product, given, test_utils=checks)
+    options = {"order": slots[0], "tiles": slots[1], "block": 16}
+    torch.library.opcheck(products.linear, kernel_operands(layer.w_gate_up, x), options, test_utils=checks)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         x = torch.randn(1, 5, H, device=device)

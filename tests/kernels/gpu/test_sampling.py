@@ -7,15 +7,15 @@ from helpers.guards import check
 
 from engine.step import Step
 from kernels import kv_dtypes as defined
-from kernels.gpu import float8, ranking, sampling
+from kernels.gpu import attention, sampling
 
 V = 200
 
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setattr(ranking, "MAX_CHUNK", 64)
-    monkeypatch.setattr(sampling, "MAX_CHUNK", 128)
+    monkeypatch.setattr(sampling, "RANKED_CHUNK", 64)
+    monkeypatch.setattr(sampling, "SORTED_CHUNK", 128)
 
 
 def random(device, *shape, seed=0):
@@ -51,27 +51,21 @@ def test_restrict(device, backend):
 # -- e4m3 in registers against PyTorch's ---------------------------------------------------------------------
 
 
-WAYS = [False]  # with the device's instruction?
-if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
-    WAYS += [True]
-
-
 @triton.jit
-def kernel(x, out, N: tl.constexpr, READS: tl.constexpr, CONVERTS: tl.constexpr):
+def kernel(x, out, N: tl.constexpr, READS: tl.constexpr):
     i = tl.arange(0, N)
-    convert: tl.constexpr = float8.from_cache if READS else float8.to_cache
-    tl.store(out + i, convert(tl.load(x + i), out.dtype.element_ty, CONVERTS))
+    convert: tl.constexpr = attention.from_cache if READS else attention.to_cache
+    tl.store(out + i, convert(tl.load(x + i), out.dtype.element_ty))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-@pytest.mark.parametrize("converts", WAYS)
-def test_every_number(device, dtype, converts):
+def test_every_number(device, dtype):
     """All 256 bytes; midpoints between neighbours (ties) and the floats next to them; the largest values and
     NaN.
     """
     x = torch.arange(256, device=device).to(torch.uint8)
     read = torch.empty(256, dtype=dtype, device=device)
-    kernel[(1,)](x, read, 256, True, converts)
+    kernel[(1,)](x, read, 256, True)
     torch.testing.assert_close(read, defined.from_bytes(x, dtype), rtol=0, atol=0, equal_nan=True)
     own = defined.from_bytes(torch.arange(127, dtype=torch.uint8), torch.float32)
     half = (own[1:] + own[:-1]) / 2
@@ -81,7 +75,7 @@ def test_every_number(device, dtype, converts):
     x = torch.cat((x, -x, torch.randn(2048 - 2 * len(x), generator=torch.Generator().manual_seed(1)) * 2))
     x = x.to(device, dtype)
     out = torch.empty(2048, dtype=torch.uint8, device=device)
-    kernel[(1,)](x, out, 2048, False, converts)
+    kernel[(1,)](x, out, 2048, False)
     want = defined.to_bytes(x)
     assert torch.equal(out & 0x7F, want & 0x7F)
     assert torch.equal((out >> 7)[~x.isnan()], (want >> 7)[~x.isnan()])  # NaN has a sign, or none
