@@ -90,7 +90,7 @@ def attend(
 def test_attention(capability, heads, rows, cached_nodes, window):
     # These GPUs have less shared memory; Qwen2.5's groups of 7 query heads are padded to 8.
     may_spill = capability in (86, 89, 120) or heads == "qwen2.5"
-    binary = attend(capability, BF16, heads, rows, cached_nodes, window, spilled=32 if may_spill else 0)
+    binary = attend(capability, BF16, heads, rows, cached_nodes, window, spilled=40 if may_spill else 0)
     assert binary.chained == (capability < 100)  # miscompiled on Blackwell
 
 
