@@ -64,7 +64,7 @@ def parse_phases(log: str) -> dict[str, float]:
 
 
 def action(args) -> None:
-    """Time starts without drafting and with EAGLE-3, cold and warm. Print medians."""
+    """Measure startup without drafting and with EAGLE-3, cold and warm. Print medians."""
     record, rows = bench.describe(args), []
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:

@@ -61,8 +61,8 @@ def plot(rows: list[dict], path: Path) -> None:
         for row in rows:
             x, y = ([bin_[key] for bin_ in row["calibration"]] for key in ("predicted", "accepted"))
             label = f"{Path(row['head']).name}, T = {row['temperature']:g}"
-            axes.plot(x, y, marker="args", markersize=3, label=label)
-        axes.set(xlabel="probability of the node's path by the head", ylabel="accepted by the target")
+            axes.plot(x, y, marker="o", markersize=3, label=label)
+        axes.set(xlabel="path probability (draft head)", ylabel="acceptance rate")
         axes.legend()
 
 

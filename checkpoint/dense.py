@@ -107,7 +107,7 @@ def hugging_face(layer: NameTable) -> NameTable:
 
 
 def qkv_rows(a: ModelArgs) -> tuple[int, ...]:
-    """Return the rows of q, k, v, and of an output gate if there is one."""
+    """Return the numbers of rows of q, k, v and the output gate; `parts_of` drops missing ones."""
     width, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     return width, kv, kv, width
 
@@ -132,7 +132,7 @@ def parts_of(
     if len(patterns) > 1 and (stack := next((key for key in stacks if key in name), None)):
         layer_args = args.of_layer(int(layer[0]) if layer else 0) if hasattr(args, "of_layer") else args
         rows = stacks[stack](layer_args)
-        rows = tuple(n for n, end in zip(rows, accumulate(rows)) if end <= shape[0])  # layers may lack values
+        rows = tuple(n for n, end in zip(rows, accumulate(rows)) if end <= shape[0])  # may lack v
     return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts))}
 
 

@@ -18,7 +18,7 @@ EXPECTED = {  # supported values; transformers 5 writes infinity as an object
 
 def mamba_fields(path: Path, config: RecordedConfig) -> tuple[dict, dict]:
     """Return the config for `checkpoint.configs.model_fields`, and further fields. Raises InputError."""
-    config.setdefault("position_embedding_type", "none")  # configs may have null
+    config.setdefault("position_embedding_type", "none")  # a missing key means NoPE, as null does
     types = config.get("layer_types") or ["attention"] * (config.get("num_hidden_layers") or 0)
     layers = [int(name in ("mamba", "linear_attention")) for name in types]
     if not any(layers):

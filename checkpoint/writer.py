@@ -119,7 +119,7 @@ def count_nonfinite(tensor: Tensor) -> int:
     if not tensor.is_floating_point():
         return 0
     count = 0
-    for part in tensor.flatten().split(1 << 18):  # PyTorch copies bfloat16 to float32 to sum it
+    for part in tensor.flatten().split(1 << 18):  # in blocks: PyTorch copies bfloat16 to float32 to sum it
         part = part.float() if part.dtype.itemsize < 4 else part
         # A sum is NaN or infinite if one of its terms is, and is cheaper than testing each.
         count += 0 if bool(part.sum().isfinite()) else int((~part.isfinite()).sum())

@@ -19,7 +19,7 @@ class InputError(ValueError):
     Messages contain flags, which the Python API shows as parameters: --max-seq-len as max_seq_len.
     """
 
-    in_command = False
+    in_command = False  # set by the command line: messages name flags, not parameters
 
     def __str__(self) -> str:
         message = super().__str__()
@@ -93,7 +93,7 @@ def check_file(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, what: str = "") -> str:
-    """Read a UTF-8 file without byte order mark; line ends become \\n. Raises InputError, see `reading`."""
+    """Read a UTF-8 file without its byte order mark; line endings become \\n. Raises as `reading`."""
     with reading(path, what), open(path, encoding="utf-8-sig") as file:
         return file.read()
 

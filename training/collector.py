@@ -120,7 +120,7 @@ class Collector:
     def _user_turn(self, opening: str, seed: int) -> Generator[tuple, Request, str]:
         """Generate a user turn that starts with `opening`. Return "" if it exceeds MAX_USER_TOKENS."""
         prompt = self._check_length(self.user_header() + self.tokenizer.encode(opening, bos=False))
-        # As good as temperature 1 with top-p, without sorting the vocabulary at every step.
+        # Instead of top-p, which would sort the vocabulary at every step.
         request = yield prompt, Sampling(MAX_USER_TOKENS, temperature=0.8, seed=seed)
         turn = opening + self.tokenizer.decode(request.ids)
         if (end := self.user_end()) and end in turn:

@@ -47,8 +47,8 @@ def row_loss(logits: Tensor, p: Tensor, lk: float) -> tuple[Tensor, Tensor, Tens
 class DraftLoss(torch.autograd.Function):
     """A loss of an lm_head's logits, weighted and summed.
 
-    Logits are large: autograd would write and read them a dozen times. Here a block of logits stays in the
-    CPU cache until its loss, top-1 tokens and gradients are computed. The gradients are computed with the
+    Logits are large: autograd would write and read them a dozen times. Here they are
+    computed in blocks of rows, which bounds temporaries. The gradients are computed with the
     loss, so `weight`, the weight of each row's loss, must be final.
 
     x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[index[i]].

@@ -174,7 +174,7 @@ def test_responses_api(tmp_path, template, text, item_types, texts):
 
 
 def test_line_separators_in_streams_are_escaped(tmp_path):
-    """httpx and requests split lines at these characters."""
+    """httpx splits lines at these characters (str.splitlines)."""
     text = "one\u2028two\x85three\u2029\x0c\x1cé"
     worker, client = started(tmp_path, text)
     lines = client.post("/v1/chat/completions", json={**BODY, "stream": True}).text.splitlines()
