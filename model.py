@@ -476,13 +476,6 @@ class Block(nn.Module):
         x = self.wo(attended, x)
         return self.mlp(self.mlp_norm(x), x)
 
-    @property
-    def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """The weights of the norms of q and k and their eps, for a kernel; None, None, 0.0 without them."""
-        if self.q_norm is None:
-            return None, None, 0.0
-        return self.q_norm.scale, self.k_norm.scale, self.q_norm.eps
-
     def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return this layer's cos and sin [B, T, hd/2], from those of `rope_table`."""
         return angles

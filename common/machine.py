@@ -1,8 +1,6 @@
-"""CPUs and memory that this process may use, PyTorch's threads, and returning freed memory."""
+"""CPUs and memory that this process may use, and PyTorch's threads."""
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import os
 from collections.abc import Callable
@@ -86,12 +84,3 @@ def cgroup_free_memory(cgroup: Path) -> int | None:
     except (OSError, ValueError):  # no such file, or "max"
         return None
     return max(0, limit - used + int(stat["inactive_file"]))
-
-
-def return_freed_memory() -> None:
-    """Return free heap memory to the operating system (`malloc_trim`); a no-op without glibc.
-
-    `mallopt(M_MMAP_THRESHOLD)` would be slower: it maps and zeroes every large tensor in every step.
-    """
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

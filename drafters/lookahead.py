@@ -77,7 +77,7 @@ class Lookahead(StaticDrafter):
 
         Columns may have the same first token, so they are added one by one.
         """
-        predicted = step.draw(logits, None)[:, self.newest]
+        predicted = step.draw(logits, None)[:, self.newest].clamp(min=0)
         first_ids = torch.cat((state.root, self.window[:, 0, 1:]), 1)
         batch = torch.arange(len(first_ids), device=first_ids.device)
         window = torch.cat((self.window[:, 1:], predicted[:, None]), 1)  # [B, N-1, W]

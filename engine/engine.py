@@ -352,11 +352,10 @@ class Engine:
         guides = {r.slot: r.guide for r in requests if r.guide} or None
         tree, path = runner.step(group, live_slots, choice.drafter, modes, guides, choice.costs)
         drafts = _drafts(tree, path) if any(r.watch for r in requests) else None
-        shape, record = choice.drafter.shape, None
+        shape = choice.drafter.shape
         if choice.costs:
             shape = shape.limited(tree.tokens.shape[1], tree.levels)
-        if not plain:
-            record = self.scheduler.launched(choice, group, tree, modes.sampled)
+        record = None if plain else self.scheduler.launched(choice, group, tree, modes.sampled)
         output = runner.to_host(group.state, modes.scored)
         self._pending.append(PendingPass(requests, output, shape, drafts, choice.head, record))
         return record
@@ -384,7 +383,10 @@ class Engine:
         now, shape, previous = time.perf_counter(), launched.shape, request.last
         if launched.record is not None:
             self.scheduler.emitted(launched.record, index, request, len(emitted.ids))
-        if request.guide:
+        if -1 in emitted.ids:
+            emitted.ids.remove(-1)
+            request.error = "the model's logits are not finite: use --dtype fp32, or convert the model again"
+        elif request.guide:
             request.guide.advance(emitted.ids)
             request.error = request.guide.error
         text, count = request.emit(emitted.ids, emitted.scores)

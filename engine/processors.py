@@ -67,11 +67,11 @@ class Processors(nn.Module):
     def count(self, tokens: Tensor, appended: Tensor) -> None:
         """Count the first `appended` [B] of tokens [B, W] as part of the output."""
         new = torch.arange(tokens.shape[1], device=tokens.device) < appended[:, None]
-        self.counts.scatter_add_(1, tokens, new.to(self.counts.dtype))
+        self.counts.scatter_add_(1, tokens.clamp(min=0), new.to(self.counts.dtype))
 
     def score(self, logits: Tensor, tokens: Tensor) -> None:
         """Store the log-probabilities of tokens [B, W'] under logits [B, W', V], and of the most probable."""
-        scores = log_probabilities(logits, tokens, self.top_ids.shape[-1])
+        scores = log_probabilities(logits, tokens.clamp(min=0), self.top_ids.shape[-1])
         for buffer, values in zip(self.scores, scores):
             buffer[:, : tokens.shape[1]] = values
 

@@ -208,5 +208,5 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     min_top_p_logit = ordered.gather(-1, (mass < min_mass).sum(-1, keepdim=True).clamp(max=V - 1))
     # top_p 1 keeps tokens of zero mass, too.
     min_top_p_logit = torch.where(top_p.view(per_row) < 1, min_top_p_logit, float("-inf"))
-    keep = (logits >= min_top_k_logit) & (logits >= min_top_p_logit) | (temperature == 0).view(per_row)
-    return torch.where(keep, logits, float("-inf"))
+    below = (logits < min_top_k_logit) | (logits < min_top_p_logit)  # not NaN: `Step.draw` finds it
+    return torch.where(below & (temperature > 0).view(per_row), float("-inf"), logits)

@@ -40,15 +40,6 @@ def batch_buffer(
     module.register_buffer(name, rows.view(batch, *shape), persistent=False)
 
 
-def swap_slots(module: nn.Module, one: int, other: int) -> None:
-    """Swap two batch slots in all buffers but those in SHARED."""
-    for name, buffer in module._buffers.items():
-        if name not in SHARED:
-            saved = buffer[one].clone()
-            buffer[one] = buffer[other]
-            buffer[other] = saved
-
-
 class State(nn.Module):
     """Decoding state of B sequences: tokens, lengths, sampling parameters, and what the last step emitted.
 
@@ -60,7 +51,7 @@ class State(nn.Module):
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it
     prefilling [B]     the prompt is still in prefill
-    stop_ids [n]       any of them ends a sequence
+    stop_ids [n]       any of them ends a sequence; the first, -1, if logits are not finite
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
     zero [B, 1], one [B, 1, 1]   constants: parent, depth and mask of a tree that is only the root
@@ -100,7 +91,7 @@ class State(nn.Module):
         buffer("zero", 1)
         buffer("one", 1, 1, dtype=torch.bool, fill=True)
         buffer("key", 2)
-        stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
+        stop_ids = torch.tensor([-1, *stop_ids], dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
         self.register_buffer("ahead", torch.arange(1, max_commit + 1, device=device), persistent=False)
 
@@ -150,13 +141,15 @@ class State(nn.Module):
         first_stop = torch.where(stops, offsets, W).amin(-1)
         count = torch.minimum(count, first_stop + 1)
         positions = self.length[:, None] + 1 + offsets
-        appended = torch.where(offsets < count[:, None], tokens, self.tokens.gather(1, positions))
+        appended = torch.where(
+            offsets < count[:, None], tokens.clamp(min=0), self.tokens.gather(1, positions)
+        )
         self.tokens.scatter_(1, positions, appended)
         self.length.add_(count)
         self.root.copy_(self.tokens.gather(1, self.length[:, None]))
         self.done.logical_or_((first_stop < W) | (self.length >= self.limit))
         counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), self.done.long()), 1)
-        self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
+        self.out[:, :W], self.out[:, -3:] = tokens, counts
         return count
 
     def keep_features(
@@ -198,13 +191,12 @@ class Slots:
         self.decoding = self.prefilling = 0
         self.requests: list[Request | None] = [None] * batch  # by slot, like the next two lists
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
-        self.last_used = [0] * batch  # `_clock` when a slot was assigned or released
+        self.last_used = [0] * batch  # larger for later assignments and releases
         self.lists_by_slot: list[list] = [self.requests, self.cached, self.last_used]
         self.deferred: DeferredHead | None = None
         # Maximum number of a decoding request's tokens that a cache lacks: a head reads the tokens of a step
         # in the next one.
         self.max_uncached = runner.max_commit if runner.has_head else 1
-        self._clock = 0
 
     @property
     def free(self) -> int:
@@ -254,9 +246,14 @@ class Slots:
         self.prefilling -= 1
 
     def release(self, request: Request) -> None:
-        """Free the slot of a request. The caches keep its tokens."""
+        """Free the slot of a request. The caches keep its tokens, unless it failed."""
         slot = request.slot
         request.active, self.requests[slot], self.cached[slot] = False, None, self._cached_tokens(request)
+        if request.error:
+            # Masked attention would spread NaN: zero times NaN is NaN. The padding of chunks reads `tokens`.
+            self.cached[slot] = []
+            for x in (*self._sequence(slot, self.runner.cache_slots), self.runner.state.tokens[slot]):
+                x.zero_()
         self._touch(slot)
         if slot < self.decoding:
             self.decoding -= 1
@@ -270,14 +267,11 @@ class Slots:
         """Swap two slots: caches, state and requests."""
         if one == other:
             return
-        if length := max(self._max_used_slots(one), self._max_used_slots(other)):
-            for a, b in zip(self._sequence(one, length), self._sequence(other, length)):
-                saved = a.clone()  # one layer at a time: a copy of all layers would take gigabytes
-                a.copy_(b)
-                b.copy_(saved)
-        state = self.runner.state
-        for module in filter(None, (state, state._processors)):
-            swap_slots(module, one, other)
+        length = max(self._max_used_slots(one), self._max_used_slots(other))
+        for a, b in zip(*(self._sequence(slot, length) + self._state(slot) for slot in (one, other))):
+            saved = a.clone()  # one layer at a time: a copy of all layers would take gigabytes
+            a.copy_(b)
+            b.copy_(saved)
         for values in self.lists_by_slot:
             values[one], values[other] = values[other], values[one]
         for slot in (one, other):
@@ -285,8 +279,7 @@ class Slots:
                 request.slot = slot
 
     def _touch(self, slot: int) -> None:
-        self._clock += 1
-        self.last_used[slot] = self._clock
+        self.last_used[slot] = max(self.last_used) + 1
 
     def _cached_tokens(self, request: Request) -> list[int]:
         """Return the tokens of a request that all caches hold."""
@@ -297,8 +290,15 @@ class Slots:
     def _max_used_slots(self, slot: int) -> int:
         """Return an upper bound on the cache slots in use in a batch slot."""
         if request := self.requests[slot]:
-            return min(request.length + (self.lag + 1) * self.runner.max_commit, self.runner.cache_slots)
+            passes = (self.lag + 1) * self.runner.max_commit + self.runner.chunks[-1]
+            return min(request.length + passes, self.runner.cache_slots)
         return len(self.cached[slot])
+
+    def _state(self, slot: int) -> list[torch.Tensor]:
+        """Return views of the buffers of a batch slot in the state and its logits processors."""
+        state = self.runner.state
+        modules = filter(None, (state, state._processors))
+        return [x[slot] for module in modules for name, x in module._buffers.items() if name not in SHARED]
 
     def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
         """Return views of the first `length` cache slots of a batch slot, and of its drafter's state."""

@@ -121,11 +121,12 @@ class Step:
         """Return the target's token at each node [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
 
         depth [B, T]: index into W for each node: nodes of one depth have the same position and share its
-        noise. None: all nodes take the first position's.
+        noise. None: all nodes take the first position's. -1: the largest logit is not finite.
         """
         if noise is not None:
             logits = logits + (noise[:, :1] if depth is None else gather_tokens(noise, depth))
-        return logits.argmax(-1)
+        top, chosen = logits.max(-1)
+        return torch.where(top.isfinite(), chosen, -1)
 
     def accept(self, drafted: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return path and count of `tree.accept`, and the tokens chosen on the path [B, W]."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.machine import return_freed_memory
+from common.heap import return_freed_memory
 from engine.draft import Drafter
 from engine.state import State
 from engine.step import Backend, Step

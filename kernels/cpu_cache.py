@@ -15,6 +15,13 @@ def angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[T
     return ops.angles(positions, inv_freq.float(), args.rope_factor)
 
 
+def head_norms(block: Block) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return the weights of the norms of q and k and their eps; None, None, 0.0 without them."""
+    if block.q_norm is None:
+        return None, None, 0.0
+    return block.q_norm.scale, block.k_norm.scale, block.q_norm.eps
+
+
 class CpuCache(KVCache):
     """A `KVCache` with attention in one operator, which reads the mask directly."""
 
@@ -22,7 +29,7 @@ class CpuCache(KVCache):
         ops = self.backend.ops
         cos_sin = block.layer_cos_sin(shared.cos_sin(partial(angles, ops)))
         caches, scores = (self.k, self.v, shared.slots, shared.visible), (block.sinks, block.score_cap)
-        return ops.attend(qkv, *cos_sin, *block.head_norms, *caches, block.window, *scores)
+        return ops.attend(qkv, *cos_sin, *head_norms(block), *caches, block.window, *scores)
 
 
 class CpuCaches(KVCaches):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from extensions import load
 from head import Eagle3Head
-from kernels.cpu_cache import CpuCaches, angles
+from kernels.cpu_cache import CpuCaches, angles, head_norms
 from kernels.quantized import EMBED, MXFP4, Quantized
 from model import (
     MLP,
@@ -310,7 +310,7 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
         getattr(getattr(layer, name, None), "scale", None)
         for name in ("attn_norm", "wo_norm", "mlp_norm", "mlp_out_norm")
     )
-    weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands]
+    weights = [attn_norm, *layer.wqkv.operands, *head_norms(layer)[:2], layer.sinks, *layer.wo.operands]
     weights += [wo_norm, mlp_norm, *gate_up.operands, *down.operands, down_norm]
     present = 0  # bit i: weight i is not None
     if hasattr(layer.mlp, "bits"):  # `PackedExperts`

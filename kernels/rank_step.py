@@ -68,9 +68,12 @@ class RankStep:
         first = self.head.first
         noise = None if noise is None else noise[..., first : first + logits.shape[-1]].contiguous()
         drawn = super().draw(logits, noise, depth)
-        value = logits.gather(-1, drawn[..., None])[..., 0]
+        index = drawn.clamp(min=0)
+        value = logits.gather(-1, index[..., None])[..., 0]
         if noise is not None:
             shared = noise[:, :1].expand(-1, drawn.shape[1], -1)
             rows = shared if depth is None else gather_tokens(noise, depth)
-            value = value + rows.gather(-1, drawn[..., None])[..., 0]
-        return self.ranks.argmax(value, drawn + first)
+            value = value + rows.gather(-1, index[..., None])[..., 0]
+        # -1: not finite on one rank, so on all
+        value = torch.where(drawn < 0, torch.inf, value)
+        return self.ranks.argmax(value, torch.where(drawn < 0, drawn, drawn + first))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from common.errors import InputError
-from common.machine import return_freed_memory
+from common.heap import return_freed_memory
 from engine.draft import Drafter, NetworkDrafter
 from engine.engine import Choice, Engine, Scheduler
 from engine.request import Request

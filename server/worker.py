@@ -161,7 +161,8 @@ class Worker(threading.Thread):
 
     def _dispatch(self, job: Job, event: Event) -> None:
         if event.finish == "error":
-            self._refuse(job, Refusal(400, job.request.error))
+            guide = job.request.guide
+            self._refuse(job, Refusal(400 if guide and guide.error else 500, job.request.error))
             return
         self.metrics.emitted(job, event)
         job.last = job.request.last

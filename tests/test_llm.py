@@ -1,15 +1,18 @@
 """The Python API: all types of prompts, and one-line errors for wrong types or names."""
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.errors import InputError
 from engine import target as targets
 from engine.drafting import DraftOptions
+from engine.sampling import Sampling
 from llm import LLM
 
 SHORT = {"max_new_tokens": 4}
@@ -49,6 +52,30 @@ def test_prompt_types_give_equal_output(llm):
         assert [r.sampling.seed for r in sampled] == [3, 4] and len(repr(sampled)) < 300
     sampled = llm.generate(["Hello"] * 2, temperature=1.0, seed=3, **SHORT)
     assert [r.sampling.seed for r in sampled] == [3, 4]
+
+
+@pytest.mark.parametrize("options", [{"compile": False}, {}], ids=["PyTorch", "CPU kernels"])
+@pytest.mark.parametrize("sampling", [Sampling(9), Sampling(9, 1.0, top_k=40, top_p=0.9, logprobs=1)],
+                         ids=["greedy", "sampled"])
+def test_logits_that_are_not_finite_fail_only_their_request(golden, tmp_path, options, sampling):
+    """Token 9 has a NaN embedding. Other requests, also in the same slot, have their usual output."""
+    folder = shutil.copytree(golden, tmp_path / "target")
+    state = load_file(weights := folder / "model.safetensors")
+    state["embed.weight"][9] = torch.nan
+    save_file(state, weights)
+    usual, llm = (LLM(x, "eagle3", tree="12,3,3", dtype="fp32", batch_size=2, **options)
+                  for x in (golden, folder))
+    prompts, requests = [[66] * 40, [65] * 38 + [9], [65] * 12, [68] * 9, [67] * 50, [64] * 40], []
+    one, forced = replace(sampling, max_new_tokens=1), replace(sampling, logit_bias={9: 100})
+    samplings = [one, sampling, sampling, sampling, forced, sampling]
+    expected = [r.ids for r in usual.engine.generate(prompts, samplings)]
+    list(llm.engine.run(prompts, samplings, requests))
+    expected[1], expected[4] = [], [9]
+    assert [r.ids for r in requests] == expected
+    assert [9 in ids for ids in expected] == [False] * 4 + [True, False]
+    assert [r.finish for r in requests] == ["length", "error", "length", "length", "error", "length"]
+    with pytest.raises(InputError, match=r"^the model's logits are not finite: use --dtype fp32, or "):
+        llm.generate([9], max_new_tokens=4)
 
 
 def test_numpy_and_torch_values_and_a_dictionary_schema_are_accepted(golden, llm):

@@ -199,6 +199,8 @@ class Collector:
                 nonlocal tokens
                 for event in self.engine.step():
                     tokens += len(event.ids)
+                    if event.finish == "error":
+                        raise InputError(event.request.error)
                     if event.finish:
                         advance(*running.pop(event.request), event.request)
                 finished_tokens = tokens - sum(len(request.ids) for request in running)

@@ -163,8 +163,9 @@ struct Candidate {
   bool operator<(const Candidate& other) const { return value > other.value || (value == other.value && id < other.id); }
 };
 
-// The bits of a float, mapped to an integer with the same order.
+// The bits of a float, mapped to an integer with the same order; NaN is the largest.
 inline uint32_t ordered_bits(float x) {
+  if (x != x) return ~0u;
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }

@@ -138,6 +138,12 @@ std::vector<Order> best_nodes(int64_t B, int64_t size, int64_t n, const Marginal
   return all;
 }
 
+// The index in the tree of a candidate; 0, the root, if it is not kept: an order of NaN scores may drop parents.
+inline int64_t kept_index(const Order& order, int64_t candidate) {
+  const auto at = std::lower_bound(order.begin(), order.end(), candidate);
+  return at == order.end() || *at != candidate ? 0 : at - order.begin() + 1;
+}
+
 // Build the tree of the T - 1 best candidates below root [B]; with costs, fewer may be kept. scores, tokens, parents
 // [B, count], the first `size` of them valid.
 TreeFields pruned(const Numbers& scores, const Longs& tokens, const Longs& parents, const Longs& root, int64_t T,
@@ -150,9 +156,8 @@ TreeFields pruned(const Numbers& scores, const Longs& tokens, const Longs& paren
     const Order& order = best[b];
     tree.set(b, 0, root[b], 0, 0);
     for (int64_t i = 1; i < tree.T; i++) {
-      const int64_t from = b * count + order[i - 1], parent = parents[from];
-      const auto rank = std::lower_bound(order.begin(), order.end(), parent) - order.begin();
-      tree.set(b, i, tokens[from], parent < 0 ? 0 : rank + 1, scores[from]);
+      const int64_t from = b * count + order[i - 1];
+      tree.set(b, i, tokens[from], kept_index(order, parents[from]), scores[from]);
     }
   }
   return tree.fields();
@@ -198,14 +203,10 @@ TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, c
   TreeBuilder tree(B, best[0].size() + 1);
   for (int64_t b = 0; b < B; b++) {
     const Order& order = best[b];
-    const auto kept = [&](int64_t node) {  // index in the tree; 0 if not kept
-      const auto at = std::lower_bound(order.begin(), order.end(), node - 1);
-      return at == order.end() || *at != node - 1 ? 0 : at - order.begin() + 1;
-    };
     tree.set(b, 0, token[b * one], 0, 0);
     for (int64_t i = 1; i < tree.T; i++) {
       const Node& node = nodes[b * count + order[i - 1] + 1];
-      tree.set(b, i, node.token, kept(node.parent), node.score);
+      tree.set(b, i, node.token, kept_index(order, node.parent - 1), node.score);
     }
   }
   return tree.fields();
@@ -294,7 +295,7 @@ Longs emit(const Longs& tokens, const Longs& count, Tensor& text, Tensor& root, 
     bool stopped = false;
     for (int64_t i = 0; i < n && !stopped; i++)
       if (std::find(first, end, token[i]) != end) n = i + 1, stopped = true;
-    if (n > 0) std::copy(token, token + n, texts + b * S + at[b] + 1);
+    for (int64_t i = 0; i < n; i++) texts[b * S + at[b] + 1 + i] = std::max<int64_t>(token[i], 0);
     at[b] += n;
     root.mutable_data_ptr<int64_t>()[b] = texts[b * S + at[b]];
     ended[b] |= stopped || at[b] >= limit[b];

@@ -88,7 +88,8 @@ std::tuple<Tensor, Tensor, Tensor, Numbers> gumbel(const Longs& key, const Longs
   return {copy(key), copy(positions), copy(temperature), out};
 }
 
-// Argmax [B, T] of logits [B, T, V] plus noise [B, W, V], if any, at each token's depth [B, T] (default 0).
+// Argmax [B, T] of logits [B, T, V] plus noise [B, W, V], if any, at each token's depth [B, T] (default 0); -1 where a
+// logit is NaN, or the largest is not finite.
 Longs draw(const Numbers& logits, const Maybe& noise, const Maybe& depth) {
   const int64_t B = logits.size(0), T = logits.size(1), V = logits.size(2), chunks = chunks_of(V);
   const int64_t W = noise ? noise->size(1) : 0, *depths = longs(depth);
@@ -98,23 +99,26 @@ Longs draw(const Numbers& logits, const Maybe& noise, const Maybe& depth) {
   for_each_chunk(B * T, V, [&](int64_t row, int64_t chunk, int64_t first, int64_t end) {
     const float* shift = shifts ? shifts + (row / T * W + (depths ? depths[row] : 0)) * V : nullptr;
     Floats top = broadcast(NEG_INF);
-    Ints at = Ints{} + int32_t(first);
+    Ints at = Ints{} + int32_t(first), nan{};
     for (int64_t i = first; i < end; i += LANES) {
       Floats x = shifted(&logits[row * V], shift, i, end - i);
       if (end - i < LANES)
         for (int64_t l = end - i; l < LANES; l++) x[l] = NEG_INF;
       at = x > top ? Ints{} + int32_t(i) : at;
       top = x > top ? x : top;
+      nan |= x != x;
     }
-    Candidate best{NEG_INF, first};
+    Candidate best{sum_of_lanes(nan) ? -NEG_INF : NEG_INF, first};
     for (int l = 0; l < LANES; l++) {
       const Candidate one{top[l], at[l] + (top[l] > NEG_INF ? l : 0)};
       if (one < best) best = one;
     }
     found[row * chunks + chunk] = best;
   });
-  for (int64_t row = 0; row < B * T; row++)
-    out[row] = std::min_element(&found[row * chunks], &found[row * chunks] + chunks)->id;
+  for (int64_t row = 0; row < B * T; row++) {
+    const Candidate best = *std::min_element(&found[row * chunks], &found[row * chunks] + chunks);
+    out[row] = std::abs(best.value) < -NEG_INF ? best.id : -1;
+  }
   return out;
 }
 

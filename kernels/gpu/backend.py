@@ -48,9 +48,9 @@ class CudaStep(Step):
             logits = logits + (noise[:, :1] if depth is None else gather_tokens(noise, depth))
         count = math.gcd(logits.shape[-1], 256)  # parts of the vocabulary; one program alone takes 30 us
         parts = logits.unflatten(-1, (count, -1))
-        part = parts.amax(-1).argmax(-1, keepdim=True)
+        top, part = parts.amax(-1).max(-1, keepdim=True)
         best = parts.gather(-2, part[..., None].expand(*part.shape, parts.shape[-1])).argmax(-1)
-        return (part * parts.shape[-1] + best)[..., 0]
+        return torch.where(top.isfinite(), part * parts.shape[-1] + best, -1)[..., 0]
 
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
@@ -60,7 +60,7 @@ class CudaStep(Step):
     @with_fallback("restrict", Step.restrict)
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         lowest = sampling.thresholds(logits, temperature, top_k, top_p)
-        return torch.where(logits >= lowest[..., None], logits, float("-inf"))
+        return torch.where(logits < lowest[..., None], float("-inf"), logits)  # keeps NaN
 
 
 class CudaBackend(Backend):

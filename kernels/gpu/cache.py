@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tree
 from engine.graphs import materialize
+from kernels.cpu_cache import head_norms
 from kernels.gpu.attention import attend
 from kernels.gpu.fallback import with_fallback
 from kernels.kv_dtypes import Float8Cache, Float8Caches
@@ -66,7 +67,7 @@ class LayerCache(KVCache):
         if block.sinks is not None or block.score_cap or not isinstance(shared.visible, TreeMask):
             return super().attend(block, qkv, shared)
         mask, angles = shared.mask(block.window), block.layer_cos_sin(shared.cos_sin(_angles))
-        return attend(qkv, *angles, *block.head_norms, self.kv, self.layer, *mask[1:])
+        return attend(qkv, *angles, *head_norms(block), self.kv, self.layer, *mask[1:])
 
 
 def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

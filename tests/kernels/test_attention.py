@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.kernels import DTYPES, attention_case, check_attention, close, draws, same
 
+from kernels.cpu_cache import head_norms
 from kernels.kv_dtypes import Int8Caches
 from model import ModelArgs
 
@@ -47,7 +48,7 @@ def in_int8(isa, k, v):
 ))
 def test_attend(each_isa, dtype, shape, stored):
     case = block, qkv, k, v, shared = attention_case(dtype, *shape)
-    norms = (x.float() if isinstance(x, torch.Tensor) else x for x in block.head_norms)
+    norms = (x.float() if isinstance(x, torch.Tensor) else x for x in head_norms(block))
     options = [*norms], block.window, block.sinks
     results = []
     for threads in (1, 2):

@@ -16,6 +16,7 @@ from helpers.launching import run
 
 from kernels import build, isa
 from kernels.cpu import CpuBackend, Layout
+from kernels.cpu_cache import head_norms
 from kernels.packed import FLOAT32, SAME_DTYPE, PackedLinear
 
 CROSS = "aarch64-linux-gnu-g++"
@@ -106,7 +107,7 @@ def attend(driver: Driver, in_int8: bool, case) -> None:
         operands = cos, sin, slots, visible, qkv, *others
         return [1, int(qkv.dtype == torch.bfloat16), *sizes, *strides, *operands]
 
-    norms = [x if x is None else x.float() for x in (*block.head_norms[:2], block.sinks)]
+    norms = [x if x is None else x.float() for x in (*head_norms(block)[:2], block.sinks)]
     rows = block.num_heads, block.window, *shared.cos_sin(), shared.slots, shared.visible, qkv, *norms
     if in_int8:  # a first pass fills the cache
         sizes = [-(-S // driver.blocks[0]) * size for size in driver.blocks[1:]]

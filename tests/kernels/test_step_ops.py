@@ -53,9 +53,11 @@ def test_draw(both, V, sampled):
     logits, depth = random(2, 5, V), torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 3, 1]])
     logits[0, 0, 5] = logits[0, 0, 3::16] = 9.0  # ties with the first, adjacent and in the same vector lane
     logits[1, 2, ::2] = logits[1, 3] = float("-inf")
+    logits[0, 3, 4], logits[0, 4, 6], logits[1, 4] = float("inf"), -torch.nan, torch.nan  # no token: -1
     noise = random(2, 4, V, seed=1) if sampled else None
     expected, found = both(call("draw"), logits, noise, depth)
-    assert torch.equal(expected, found) and (sampled or found[0, 0] == 3) and found[1, 3] == 0
+    assert torch.equal(expected, found) and (sampled or found[0, 0] == 3)
+    assert (found == -1).tolist() == [[False] * 3 + [True] * 2] * 2
 
 
 @pytest.mark.parametrize("V, k", ((7, 7), (320, 4), (4097, 10), (9001, 60)))
@@ -123,7 +125,7 @@ def random_costs(seed: int, nodes: int, requests: int) -> MarginalCosts:
 @pytest.mark.parametrize("with_costs", (False, True))
 @pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
 def test_prune_and_accept(both, shape, with_costs):
-    """Random candidates, some with equal scores."""
+    """Random candidates, some with equal scores or NaN."""
     def grow(step, seed: int) -> tuple[Tree, Tensor, Tensor]:
         B, k, draw = 3, shape.width, iter(range(1000 * seed, 1000 * (seed + 1)))
 
@@ -135,6 +137,8 @@ def test_prune_and_accept(both, shape, with_costs):
             if level:
                 growth.advance()
             growth.extend(*children(B, k, k))
+        if not with_costs:  # sorted first, before its parent
+            growth.scores[-1][:, : 5 * seed : 3] = torch.nan
         costs = random_costs(seed, shape.nodes, B) if with_costs else None
         drafted = growth.prune(step, integers(6, (B,), next(draw)), costs)
         chosen = integers(6, drafted.tokens.shape, next(draw))
@@ -239,9 +243,13 @@ def test_commit_moves_features_keys_and_values(both, each_isa, more, dtype):
 
 @pytest.mark.parametrize("top_k, top_p", ((0, 0.9), (0, 1e-6), (1, 1.0), (5, 0.5), (300, 0.9), (1000, 1.0)))
 def test_restrict(both, top_k, top_p):
-    logits = random(3, 3, 300, seed=top_k) * 4
+    logits = random(3, 5, 300, seed=top_k) * 4
     logits[0, 0, :7] = logits[0, 0].max()  # ties, also of 0.0 and -0.0
     logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
+    logits[1, 3, 7], logits[1, 4] = -torch.nan, torch.nan
     for temperature in ([0.7, 1.3, 0.0], [1e-38, 1e-4, 1e6]):  # dividing by 1e-38 gives infinity
         requests = torch.tensor(temperature), torch.full((3,), top_k), torch.full((3,), top_p)
-        same(*reversed(both(call("restrict"), logits, *requests)))
+        expected, found = both(call("restrict"), logits, *requests)
+        same(found[:, :3], expected[:, :3])
+        for restricted in expected, found:  # `draw` finds NaN
+            assert (Step().draw(restricted, None)[1] < 0).tolist() == [False] * 3 + [True] * 2
