@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from functools import partial
+from ipaddress import ip_address
 
 # torch is imported only after the options have been parsed, so that --help is fast.
 from common.cli import STARTED, Options, command, is_distributed, is_main_rank, log_stderr, within
@@ -87,7 +88,7 @@ def bind(host: str, port: int) -> socket.socket:
         return bound
     except (OSError, UnicodeError) as e:  # UnicodeError: invalid host names
         reason = getattr(e, "strerror", e)
-        raise InputError(f"--host {host} --port {port}: {reason}; choose another one") from None
+        raise InputError(f"--host {host} --port {port}: {reason}; choose another --port") from None
 
 
 def run(args) -> None:
@@ -127,6 +128,10 @@ def start(args, runtime, listener: socket.socket | None, ranks=None) -> None:
     for is_sampled, temperature in (False, "temperature 0"), (True, "temperature > 0"):
         if line := engine.scheduler.describe(is_sampled):
             log_stderr(f"{temperature}: {line}")
+    if not llm.tokenizer.has_template:
+        log_stderr("warning: this model has no chat template: only /v1/completions works")
+    if listener and key_of(args) is None and not ip_address(listener.getsockname()[0]).is_loopback:
+        log_stderr(f"warning: --host {args.host} without --api-key: anyone who reaches this port can use it")
     if ranks:
         channel = Channel()
         if listener is None:

@@ -119,7 +119,8 @@ def next_steps(out: Path, target: str | None = None) -> str:
         draft = f"--draft {quote(str(out))}"
     lines = [f"next: {program('generate')} -m {model} {draft} 'Why is the sky blue?'"]
     if not (target or torch.cuda.is_available() or "quantization" in read_config(out)):
-        lines.append(f"faster on this CPU after: {program('quantize')} -m {model} --mode w8a8")
+        mode = "w4a8" if (out / WEIGHTS).stat().st_size > 2e9 else "w8a8"  # from 1B parameters
+        lines.append(f"faster on this CPU after: {program('quantize')} -m {model} --mode {mode}")
     return "\n".join(lines)
 
 
@@ -147,13 +148,15 @@ def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: st
 
 
 def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
-    """Warn about a missing tokenizer, ids beyond the vocabulary, or missing stop ids."""
+    """Warn about a missing tokenizer, chat template or stop token, and ids beyond the vocabulary."""
     if tokenizer is None:
         log_stderr(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run"
                    " it with --prompt-ids")
     elif tokenizer.vocab_size > config["vocab_size"]:
         log_stderr(f"warning: {checkpoint}: its tokenizer has {tokenizer.vocab_size:,} ids, the model"
                    f" {config['vocab_size']:,}; prompts with other ids are rejected")
+    if tokenizer and not tokenizer.has_template:
+        log_stderr(f"warning: {checkpoint} has no chat template: prompts are continued as plain text")
     if not config["stop_ids"]:
         log_stderr(f"warning: {checkpoint} has no stop token; generation only stops at --max-new-tokens")
 
