@@ -158,7 +158,7 @@ def read_options(args) -> tuple[Prompts, list[Sampling]]:
             prompts.append(read_prompt_file(path))
     if not (prompts or args.interactive or os.isatty(0)):
         prompts = [read_prompt_file("-")]
-    if not all(prompts or [args.interactive]):
+    if not all(prompts or [args.interactive]):  # an empty prompt, or none without --interactive
         raise InputError("no prompt, or an empty one: pass --prompt TEXT, --prompt-file, --prompt-ids,"
                          " standard input or --interactive")
     from engine.sampling import Sampling

@@ -180,8 +180,8 @@ def make_plans(args, source: Path, out: Path) -> dict[str, QuantizationPlan]:
 
 def run(args) -> None:
     """Run the command with these parsed options. Raises InputError and OSError on bad input."""
-    evaluation_text, calibration_text = (read_text(file, what=flag) if file else None
-                           for flag, file in (("--text", args.text), ("--calibrate", args.calibrate)))
+    files = ("--text", args.text), ("--calibrate", args.calibrate)
+    evaluation_text, calibration_text = (read_text(file, what=flag) if file else None for flag, file in files)
     source_is_converted = is_converted(args.checkpoint)
     folder = args.checkpoint.rstrip("/") if source_is_converted else default_folder(args.checkpoint)
     out = Path(args.out or f"{folder}-{args.mode}")
@@ -198,9 +198,8 @@ def run(args) -> None:
         ids = text_ids(source, f"--text {args.text}", evaluation_text, 16, 16384)
     is_target = plans[""].source_config["kind"] == "target"
     is_calibrated = is_target and args.mode in INT4_MODES and args.method != "nearest"
-    inputs, errors = None, {}
-    if is_calibrated:
-        inputs = calibration_ids(args, calibration_text, source, backend)
+    inputs = calibration_ids(args, calibration_text, source, backend) if is_calibrated else None
+    errors = {}
 
     def run_linear(layer: QuantizedLinear, x: Tensor) -> Tensor:
         with backend.threads():

@@ -128,10 +128,6 @@ def start(args, runtime, listener: socket.socket | None, ranks=None) -> None:
     for is_sampled, temperature in (False, "temperature 0"), (True, "temperature > 0"):
         if line := engine.scheduler.describe(is_sampled):
             log_stderr(f"{temperature}: {line}")
-    if not llm.tokenizer.has_template:
-        log_stderr("warning: this model has no chat template: only /v1/completions works")
-    if listener and key_of(args) is None and not ip_address(listener.getsockname()[0]).is_loopback:
-        log_stderr(f"warning: --host {args.host} without --api-key: anyone who reaches this port can use it")
     if ranks:
         channel = Channel()
         if listener is None:
@@ -142,10 +138,15 @@ def start(args, runtime, listener: socket.socket | None, ranks=None) -> None:
     worker = Worker(engine, Metrics(names[0], batch, engine.runner.max_commit), args.queue)
     server = Server(worker, llm.tokenizer, names, args.time_limit, args.per_request_metrics, args.max_tokens)
     host, port = listener.getsockname()[:2]
+    key = key_of(args)
+    if not llm.tokenizer.has_template:
+        log_stderr("warning: this model has no chat template: only /v1/completions works")
+    if key is None and not ip_address(host).is_loopback:
+        log_stderr(f"warning: --host {args.host} without --api-key: anyone who reaches this port can use it")
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     listener.listen()
     log_stderr(f"ready after {time.perf_counter() - STARTED:.1f} s: {url}")
-    app = make_app(server, key_of(args), args.cors, args.max_body, None if args.quiet else log_stderr)
+    app = make_app(server, key, args.cors, args.max_body, None if args.quiet else log_stderr)
     serve(app, worker, listener, args.grace)
     if ranks:
         engine.end()

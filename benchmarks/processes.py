@@ -181,18 +181,20 @@ async def ask(client: httpx.AsyncClient, body: dict, leave: int | None = None) -
 
     Raise InputError if the server answers with an error, or not to the end.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if body.get("stream"):
         body = {**body, "stream_options": {"include_usage": True}}
     try:
-        while (reply := await _ask_once(client, body, leave, began)) is None:
+        while (reply := await _ask_once(client, body, leave, start_time)) is None:
             await asyncio.sleep(0.5)
         return reply
     except httpx.HTTPError as e:
         raise InputError(f"no whole answer ({type(e).__name__}: {e})") from None
 
 
-async def _ask_once(client: httpx.AsyncClient, body: dict, leave: int | None, began: float) -> Reply | None:
+async def _ask_once(
+    client: httpx.AsyncClient, body: dict, leave: int | None, start_time: float
+) -> Reply | None:
     text, finish, tokens, first, last, events = "", None, 0, float("nan"), float("nan"), 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code == 429:
@@ -206,7 +208,7 @@ async def _ask_once(client: httpx.AsyncClient, body: dict, leave: int | None, be
             return Reply(choice["message"]["content"], choice["finish_reason"], used, first, last)
         async for line in response.aiter_lines():
             if leave is not None and events >= leave:
-                return Reply(text, None, 0, first - began, last - first)
+                return Reply(text, None, 0, first - start_time, last - first)
             if not line.startswith("data: {"):
                 continue
             events, event = events + 1, json.loads(line[6:])
@@ -220,4 +222,4 @@ async def _ask_once(client: httpx.AsyncClient, body: dict, leave: int | None, be
                     first = last if first != first else first
     if finish is None:
         raise InputError("a stream ended without a finish reason")
-    return Reply(text, finish, tokens, first - began, last - first)
+    return Reply(text, finish, tokens, first - start_time, last - first)

@@ -60,7 +60,7 @@ def unquantized(backend: CpuBackend, weight: Tensor) -> PackedLinear:
 
 
 def products_of(weights: list[Tensor], args) -> dict[str, list[Callable]]:
-    """Return name of the kind of product -> product of each layer."""
+    """Return, by backend and weight format, one callable per layer."""
     on_cpu = weights[0].device.type == "cpu"
     modes = {mode: mode for mode in (("int8", "w8a8") if on_cpu else ("int8", "fp8"))}
     if all(w.shape[1] % DEFAULT_GROUP == 0 for w in weights):

@@ -61,7 +61,7 @@ class Layer(NamedTuple):
         scale = torch.cat([scale, scale * zero] if self.minima else [scale], 1).repeat_interleave(times, 1)
         return q.flatten(1), *regroup(kind, to, scale, None)
 
-    def numbers(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the weight in float32."""
         q, scale, zero = self._in_groups()
         weight = ((q.float() if zero is None else q - zero[..., None]) * scale[..., None]).flatten(1)
@@ -127,11 +127,12 @@ def _zero_points(bits: int, scale: Entry) -> tuple[str, bool]:
     return "q8" if bits == 8 else "q4" if exact else "q6", bool(exact)
 
 
-def _gptq(layer: Parts, said: dict) -> Layer:
+def _gptq(layer: Parts, quantization: dict) -> Layer:
     """Read a GPTQ layer. Version 1 of the format stores zero points minus 1."""
     (rows, N), groups, order = layer["qweight"].shape, layer["scales"].shape[0], layer.get("g_idx")
-    bits, missing = 32 * layer["qzeros"].shape[1] // N, int(said.get("checkpoint_format") != "gptq_v2")
-    if bits not in METHODS["gptq"]["bits"] or bits not in (known := {one["bits"] for one in _schemes(said)}):
+    zero_offset = int(quantization.get("checkpoint_format") != "gptq_v2")
+    bits, known = 32 * layer["qzeros"].shape[1] // N, {one["bits"] for one in _schemes(quantization)}
+    if bits not in METHODS["gptq"]["bits"] or bits not in known:
         raise ValueError(f"has {bits} bits, its config says {' or '.join(map(str, known))}")
     K = rows * 32 // bits
     _expect(layer, qweight=(WORDS, (rows, N)), qzeros=(WORDS, (groups, N * bits // 32)),
@@ -140,8 +141,8 @@ def _gptq(layer: Parts, said: dict) -> Layer:
     def read() -> Codes:
         scale = layer["scales"].read().float().t()
         q = unpack(layer["qweight"].read().t(), bits)
-        zeros = unpack(layer["qzeros"].read(), bits).t().float() + missing
-        if said.get("sym") and bool((zeros != 1 << bits - 1).any()):
+        zeros = unpack(layer["qzeros"].read(), bits).t().float() + zero_offset
+        if quantization.get("sym") and bool((zeros != 1 << bits - 1).any()):
             raise ValueError(f"sym is true, but its zeros are not {1 << bits - 1}; check checkpoint_format")
         if bits == 8:
             q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
@@ -150,7 +151,7 @@ def _gptq(layer: Parts, said: dict) -> Layer:
     return Layer((N, K), read, *_zero_points(bits, layer["scales"]), groups, _order(order, groups))
 
 
-def _awq(layer: Parts, said: dict) -> Layer:
+def _awq(layer: Parts, quantization: dict) -> Layer:
     (K, columns), groups = layer["qweight"].shape, layer["scales"].shape[0]
     _expect(layer, qweight=(WORDS, (K, columns)), qzeros=(WORDS, (groups, columns)),
             scales=(FLOATS, (groups, 8 * columns)))
@@ -164,7 +165,7 @@ def _awq(layer: Parts, said: dict) -> Layer:
     return Layer((8 * columns, K), read, *_zero_points(4, layer["scales"]), groups)
 
 
-def _integers(layer: Parts, said: dict) -> Layer:
+def _integers(layer: Parts, quantization: dict) -> Layer:
     """Read an integer layer: packed words with an offset, or int8; weight_scale per tensor, row or group."""
     packed, zeros, order = map(layer.get, ("weight_packed", "weight_zero_point", "weight_g_idx"))
     scale = layer["weight_scale"]
@@ -173,8 +174,8 @@ def _integers(layer: Parts, said: dict) -> Layer:
     if bits not in (4, 8):
         raise ValueError(f"weight_packed has {bits} bits for a value; expected 4 or 8")
     offset = 0 if bits == 4 and zeros else 1 << bits - 1
-    symmetric = all(one.get("symmetric") for one in _schemes(said))
-    most = max(one.get("num_bits") or 8 for one in _schemes(said))
+    symmetric = all(one.get("symmetric") for one in _schemes(quantization))
+    max_bits = max(one.get("num_bits") or 8 for one in _schemes(quantization))
     _expect(layer, weight_packed=packed and (WORDS, (N, -(-K * bits // 32))),
             weight_shape=packed and (INTEGERS, (2,)), weight=None if packed else (INTEGERS, (N, K)),
             weight_scale=(FLOATS, (N, groups), (N,), (1,), ()), weight_g_idx=order and (INTEGERS, (K,)),
@@ -186,8 +187,8 @@ def _integers(layer: Parts, said: dict) -> Layer:
         each, q = each.view(-1, groups).expand(N, -1), (packed or layer["weight"]).read()
         if packed:
             q = (unpack(q, bits)[:, :K].int() - offset).to(torch.int8)
-        elif bool((q >> most - 1 != q >> 7).any()):
-            raise ValueError(f"has values of 8 bits, its config says {most}")
+        elif bool((q >> max_bits - 1 != q >> 7).any()):
+            raise ValueError(f"has values of 8 bits, its config says {max_bits}")
         if not zeros:
             return Codes(q, each)
         zero = unpack(zeros.read().t(), bits)[:, :N].t().float() - offset if packed else zeros.read().float()
@@ -199,7 +200,7 @@ def _integers(layer: Parts, said: dict) -> Layer:
     return Layer((N, K), read, mode, minima, groups, _order(order, groups))
 
 
-def _float4(layer: Parts, said: dict) -> Layer:
+def _float4(layer: Parts, quantization: dict) -> Layer:
     """Read an e2m1 layer, two values per byte.
 
     Scales: exponents (MXFP4), e4m3 / global scale (NVFP4), or e4m3 * scale_2 (ModelOpt's NVFP4).
@@ -226,9 +227,9 @@ def _float4(layer: Parts, said: dict) -> Layer:
     return Layer((N, 2 * columns), read, "q6", False, groups)
 
 
-def _float8(layer: Parts, said: dict) -> Layer:
+def _float8(layer: Parts, quantization: dict) -> Layer:
     """Read an e4m3 layer with a scale per tensor, row or block."""
-    (N, K), (rows, columns) = layer["weight"].shape, said.get("weight_block_size") or FP8_BLOCK
+    (N, K), (rows, columns) = layer["weight"].shape, quantization.get("weight_block_size") or FP8_BLOCK
     name = "weight_scale" if "weight_scale" in layer else "weight_scale_inv"
     blocks = -(-N // rows), -(-K // columns)
     _expect(layer, **{"weight": ([torch.float8_e4m3fn], (N, K)),
@@ -249,25 +250,26 @@ def _float8(layer: Parts, said: dict) -> Layer:
     return Layer((N, K), read, "f8", False, K // group)
 
 
-def _layer(layer: Parts, said: dict) -> Layer:
+def _layer(layer: Parts, quantization: dict) -> Layer:
     """Return the layer that these parts form. Raises ValueError or KeyError if no method has them."""
     if "qweight" in layer:
-        return (_awq if said["quant_method"] == "awq" else _gptq)(layer, said)
+        return (_awq if quantization["quant_method"] == "awq" else _gptq)(layer, quantization)
     dtype = layer["weight_packed" if "weight_packed" in layer else "weight"].dtype
     readers = {torch.uint8: _float4, torch.int8: _integers, torch.float8_e4m3fn: _float8}
-    return readers.get(dtype, _integers if "weight_packed" in layer else _float8)(layer, said)
+    return readers.get(dtype, _integers if "weight_packed" in layer else _float8)(layer, quantization)
 
 
-def _schemes(said: dict) -> list[dict]:
+def _schemes(quantization: dict) -> list[dict]:
     """Return the schemes of weights that a config describes."""
-    if groups := said.get("config_groups"):
+    if groups := quantization.get("config_groups"):
         return [one.get("weights") or {} for one in groups.values()]
-    return [said, *(said | one for one in (said.get("dynamic") or {}).values())]
+    return [quantization, *(quantization | one for one in (quantization.get("dynamic") or {}).values())]
 
 
-def _check_config(layer: Parts, whole: Layer, said: dict) -> None:
+def _check_config(layer: Parts, whole: Layer, quantization: dict) -> None:
     """Raise ValueError if a layer contradicts its config."""
-    schemes, K, weight = _schemes(said), whole.shape[1], layer.get("weight_packed") or layer.get("weight")
+    schemes, K = _schemes(quantization), whole.shape[1]
+    weight = layer.get("weight_packed") or layer.get("weight")
     sizes = {K if one.get("strategy") in ("channel", "tensor")
              else one.get("group_size", one.get("q_group_size")) for one in schemes}
     found = {"groups of {} inputs": (K // whole.groups, {K if size == -1 else size for size in sizes})}
@@ -311,17 +313,17 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
     Raises InputError on unknown methods and unsupported variants.
     """
     key = next(key for key in QUANTIZATION if config.get(key))
-    said = config[key]
-    if not isinstance(said, dict):
-        raise InputError(f"{path}: {key} is {json.dumps(said)[:60]}; expected an object")
-    if (method := said.get("quant_method", "compressed-tensors")) == "mxfp4":  # families read it
+    quantization = config[key]
+    if not isinstance(quantization, dict):
+        raise InputError(f"{path}: {key} is {json.dumps(quantization)[:60]}; expected an object")
+    if (method := quantization.get("quant_method", "compressed-tensors")) == "mxfp4":  # families read it
         return config, tensors
     if method not in METHODS:
-        raise InputError(f"{path}: {key} {json.dumps(said)[:60]} is not supported")
+        raise InputError(f"{path}: {key} {json.dumps(quantization)[:60]} is not supported")
     for name, known in METHODS[method].items():
-        if said.get(name) not in (None, *known):
-            raise InputError(f"{path}: {key}: {name} {json.dumps(said[name])[:60]} is not supported; expected"
-                             f" {' or '.join(map(json.dumps, known))}")
+        if quantization.get(name) not in (None, *known):
+            raise InputError(f"{path}: {key}: {name} {json.dumps(quantization[name])[:60]} is not supported;"
+                             f" expected {' or '.join(map(json.dumps, known))}")
     found, layers = {}, {}
     for name, entry in tensors.items():
         prefix, _, leaf = name.rpartition(".")
@@ -335,8 +337,8 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
             found[name] = layer["weight"]
             continue
         with library_errors(f"{path}: {prefix}: not a layer of {method}"):
-            whole = _layer(layer, said | {"quant_method": method})
-            _check_config(layer, whole, said)
+            whole = _layer(layer, quantization | {"quant_method": method})
+            _check_config(layer, whole, quantization)
             grouped = whole.grouped()
 
         def checked(read: Callable, *given, name=name):
@@ -344,6 +346,6 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
                 return read(*given)
 
         grouped = grouped and grouped._replace(read=partial(checked, grouped.read))
-        dense = partial(checked, whole.numbers)
+        dense = partial(checked, whole.dequantize)
         found[name] = Entry(whole.shape, torch.bfloat16, dense, method, grouped)
     return {k: v for k, v in config.items() if k != key}, found

@@ -231,9 +231,10 @@ def _open_folder(path: Path) -> Source:
         HUB_CONFIG.require(config, path / CONFIG)
     for name, method in QUANTIZATION_FILES.items():
         if (file := path / name).exists() and not any(map(config.get, QUANTIZATION)):
-            said = read_json(file)
-            said = said.get("quantization", said)
-            config[name] = {"quant_method": method, **said} if isinstance(said, dict) else said
+            quantization = read_json(file)
+            quantization = quantization.get("quantization", quantization)
+            is_dict = isinstance(quantization, dict)
+            config[name] = {"quant_method": method, **quantization} if is_dict else quantization
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"

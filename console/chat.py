@@ -13,7 +13,7 @@ from engine.request import Request, encode
 from engine.sampling import Sampling
 from llm import summary
 
-HELP = "/reset starts over, /exit or /quit quits, Ctrl-C stops an answer; text with a / starts with a space"
+HELP = "/reset starts over, /exit or /quit quits, Ctrl-C stops an answer; start with a space to send a /"
 
 
 def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, show: Callable) -> int:

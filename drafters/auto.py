@@ -51,17 +51,17 @@ def find_draft_model(checkpoint: Path, log: Callable[[str], None]) -> Path | Non
     It has the same vocabulary, and reads at most MAX_DRAFT_SIZE of the target's bytes. log: gets a line
     about a larger one.
     """
-    config, size, found = read_config(checkpoint, "target"), bytes_read(checkpoint), {}
+    config, size, fractions = read_config(checkpoint, "target"), bytes_read(checkpoint), {}
     for path in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
         with contextlib.suppress(InputError, OSError):  # not a converted model, or damaged
             folder, other = path.parent, read_config(path.parent, "target")
             if same_vocabulary(config, other) and not other.get("delta_layers"):
-                found[folder] = bytes_read(folder) / size
-    model = min(found, key=found.get, default=None)
-    if found.get(model, 1.0) <= MAX_DRAFT_SIZE:
+                fractions[folder] = bytes_read(folder) / size
+    model = min(fractions, key=fractions.get, default=None)
+    if fractions.get(model, 1.0) <= MAX_DRAFT_SIZE:
         return model
-    if found.get(model, 1.0) < 1 and read_config(model)["num_layers"] < config["num_layers"]:
-        log(f"--speculate auto: {model} reads {found[model]:.0%} of the target's bytes per token, over a"
+    if fractions.get(model, 1.0) < 1 and read_config(model)["num_layers"] < config["num_layers"]:
+        log(f"--speculate auto: {model} reads {fractions[model]:.0%} of the target's bytes per token, over a"
             " third, too slow as a draft model: quantize it with --mode w4a8 --lm-head w4a8, or try --draft")
     return None
 

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, number, whole
+from families.activations import soft_cap
 from families.norms import ZeroCenteredNorm
 from families.rope import PartialRotaryArgs, scale_pairs
 from model import TargetBlock, Transformer
@@ -117,7 +118,7 @@ class VariantBlock(TargetBlock):
         if not self.score_cap:
             return super().attention(q, k, v, bias)
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
-        scores = self.score_cap * torch.tanh(scores / self.score_cap)
+        scores = soft_cap(scores, self.score_cap)
         return (scores + bias).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -142,5 +143,4 @@ class Variant(Transformer):
 
     def cap_logits(self, logits: Tensor) -> Tensor:
         """Divide and cap the lm_head's outputs [..., V]."""
-        logits, cap = logits / self.args.logit_divisor, self.args.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_cap(logits / self.args.logit_divisor, self.args.logit_cap)

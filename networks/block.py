@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, number, whole
+from families.activations import soft_cap
 from head import Head
 from model import Block, KVCache, Linear, PassInputs, RMSNorm
 from networks.markov import Markov, MarkovArgs
@@ -127,9 +128,8 @@ class BlockHead(Head, Markov):
         return x if scale == 1 else x * scale
 
     def logits(self, feature: Tensor) -> Tensor:
-        logits, factor, cap = super().logits(feature), self.args.logit_factor, self.args.logit_cap
-        logits = logits if factor == 1 else logits * factor
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        logits, factor = super().logits(feature), self.args.logit_factor
+        return soft_cap(logits if factor == 1 else logits * factor, self.args.logit_cap)
 
     def draft_rows(self, x: Tensor) -> Tensor:
         """Return the drafting tokens [..., drafts, H] of blocks [..., block, H]."""

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from families.activations import soft_cap
 from families.gemma4 import Gemma4Args, Gemma4Block
 from head import Eagle3Block, Eagle3Head, HeadArgs
-from model import KVCache, PassInputs
 from networks.block import BlockArgs, BlockLayer, DSparkHead
 
 
@@ -20,14 +19,18 @@ class Gemma4DSparkArgs(BlockArgs, Gemma4Args):
     """Shape of a DSpark head."""
 
 
-class Gemma4DSparkLayer(BlockLayer, Gemma4Block):
-    """A layer of a DSpark head."""
+class GlobalLayer:
+    """Mixin of a head's layer whose inputs are already normed: its values and its output are Gemma 4's."""
 
     def project(self, x: Tensor) -> Tensor:
         return self.with_values(self.wqkv(x))
 
-    def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: PassInputs) -> Tensor:
-        return self.add_input(super().forward(x, context, cache, shared), None)
+    def forward(self, *args) -> Tensor:
+        return self.add_input(super().forward(*args), None)
+
+
+class Gemma4DSparkLayer(GlobalLayer, BlockLayer, Gemma4Block):
+    """A layer of a DSpark head."""
 
 
 class Gemma4DSparkHead(DSparkHead):
@@ -44,7 +47,7 @@ class Gemma4Eagle3Args(HeadArgs, Gemma4Args):
         return [*super().constraints(), ("num_layers", self.num_layers == 1, "1")]
 
 
-class Gemma4Eagle3Block(Eagle3Block, Gemma4Block):
+class Gemma4Eagle3Block(GlobalLayer, Eagle3Block, Gemma4Block):
     """The layer of an EAGLE-3 head."""
 
     def __init__(self, args: Gemma4Eagle3Args):
@@ -55,12 +58,6 @@ class Gemma4Eagle3Block(Eagle3Block, Gemma4Block):
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         return super().inputs(embedded * self.args.embedding_scale(embedded.dtype), feature)
 
-    def project(self, x: Tensor) -> Tensor:
-        return self.with_values(self.wqkv(x))
-
-    def forward(self, x: Tensor, cache: KVCache, shared: PassInputs, inputs: Tensor | None = None) -> Tensor:
-        return self.add_input(super().forward(x, cache, shared, inputs), None)
-
 
 class Gemma4Eagle3Head(Eagle3Head):
     """An EAGLE-3 head of one layer."""
@@ -68,5 +65,4 @@ class Gemma4Eagle3Head(Eagle3Head):
     Args, Layer = Gemma4Eagle3Args, Gemma4Eagle3Block
 
     def logits(self, feature: Tensor) -> Tensor:
-        logits, cap = super().logits(feature), self.args.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_cap(super().logits(feature), self.args.logit_cap)
